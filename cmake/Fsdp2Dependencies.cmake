@@ -1,0 +1,20 @@
+# libtorch is found through CMAKE_PREFIX_PATH or Torch_DIR; ./dev sets it from an importable pip torch.
+if(NOT DEFINED CAFFE2_USE_CUDNN)
+  set(CAFFE2_USE_CUDNN OFF)
+endif()
+find_package(Torch REQUIRED)
+if(FSDP2_BUILD_CLI)
+  find_package(CLI11 REQUIRED)
+  find_package(nlohmann_json REQUIRED)
+endif()
+
+# The pip wheel exports gloo's symbols but not gloo's headers; ProcessGroupGloo.hpp needs only a handful of
+# declarations, which src/comm/gloo_declarations has. Real headers win when they are found.
+function(fsdp2_comm_backends target)
+  find_path(FSDP2_GLOO_INCLUDE gloo/rendezvous/store.h HINTS ${TORCH_INCLUDE_DIRS} NO_DEFAULT_PATH)
+  if(FSDP2_GLOO_INCLUDE)
+    target_include_directories(${target} SYSTEM PRIVATE ${FSDP2_GLOO_INCLUDE})
+  else()
+    target_include_directories(${target} SYSTEM PRIVATE ${PROJECT_SOURCE_DIR}/src/comm/gloo_declarations)
+  endif()
+endfunction()
