@@ -1,7 +1,9 @@
 #include "dispatch/intercept.h"
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -93,9 +95,8 @@ void register_fallbacks(const Interception& interception, DispatchKey autograd) 
         kDebug));
   }
   // Custom ops without an autograd kernel find libtorch's fallback at the known backends only.
-  handles().push_back(dispatcher.registerFallback(
-      autograd, torch::autograd::basicAutogradNotImplementedFallback().operator KernelFunction(),
-      kDebug));
+  auto* library = new torch::Library(torch::Library::IMPL, "_", autograd, __FILE__, __LINE__);
+  library->fallback(torch::autograd::basicAutogradNotImplementedFallback());
 }
 
 }  // namespace
@@ -148,7 +149,7 @@ void intercept(const Interception& interception) {
     handles().push_back(dispatcher.registerImpl(
         name, autograd,
         KernelFunction::makeFromBoxedFunctor(std::make_unique<AboveKernel>(
-            interception.above, (*op)->getComputedKernelForDispatchKey(DispatchKey::AutogradCPU),
+            interception.above, op->getComputedKernelForDispatchKey(DispatchKey::AutogradCPU),
             op->schema())),
         std::nullopt, nullptr, kDebug));
   }

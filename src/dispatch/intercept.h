@@ -34,7 +34,7 @@ struct OpInfo {
 using Below = void (*)(const c10::OperatorHandle&, const OpInfo&, c10::DispatchKeySet,
                        torch::jit::Stack*);
 /// `next` is the op's own autograd kernel: call next.callBoxed(op, keys, stack) to go on.
-using Next = decltype(std::declval<const c10::OperatorHandle&>()->getComputedKernelForDispatchKey(
+using Next = decltype(std::declval<const c10::OperatorHandle&>().getComputedKernelForDispatchKey(
     c10::DispatchKey::AutogradCPU));
 using Above = void (*)(const c10::OperatorHandle&, const OpInfo&, c10::DispatchKeySet,
                        torch::jit::Stack*, const Next& next);
