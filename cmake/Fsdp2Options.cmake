@@ -18,6 +18,12 @@ endif()
 function(fsdp2_target_defaults target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF)
+  get_target_property(type ${target} TYPE)
+  if(type STREQUAL EXECUTABLE)
+    # The library's code model, so that the precompiled header serves executables too.
+    set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+    target_compile_options(${target} PRIVATE -fPIC)
+  endif()
   # -fpch-preprocess lets ccache cache files that use the precompiled header.
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic
     $<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess> $<$<BOOL:${FSDP2_WERROR}>:-Werror>)
