@@ -3,9 +3,21 @@ if(NOT DEFINED CAFFE2_USE_CUDNN)
   set(CAFFE2_USE_CUDNN OFF)
 endif()
 find_package(Torch REQUIRED)
+if(NOT PROJECT_IS_TOP_LEVEL)
+  # A project that has us as a subdirectory links libtorch through us, from its own folder.
+  get_directory_property(imported IMPORTED_TARGETS)
+  set_target_properties(${imported} PROPERTIES IMPORTED_GLOBAL ON)
+endif()
+if(FSDP2_BUILD_TESTS)
+  set(FSDP2_PYTHON "" CACHE FILEPATH "A Python that has torch; without one, tests against PyTorch are skipped")
+endif()
 if(FSDP2_BUILD_CLI)
   find_package(CLI11 REQUIRED)
   find_package(nlohmann_json REQUIRED)
+endif()
+
+if(FSDP2_BUILD_BENCHMARKS)
+  find_package(benchmark REQUIRED)
 endif()
 
 # The pip wheel exports gloo's symbols but not gloo's headers; ProcessGroupGloo.hpp needs only a handful of

@@ -3,9 +3,10 @@ option(FSDP2_BUILD_CLI "Build the fsdp2 binary (launcher and trainer)" ${PROJECT
 option(FSDP2_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(FSDP2_BUILD_BENCHMARKS "Build the micro-benchmarks" OFF)
 option(FSDP2_WERROR "Treat warnings as errors" OFF)
+option(FSDP2_CI_CHECKS "Add formatting, lint and sanitizer runs to the tests" OFF)
 set(FSDP2_SANITIZE "" CACHE STRING "Sanitizers, e.g. address,undefined or thread")
 
-if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
   set(CMAKE_BUILD_TYPE Release CACHE STRING "Build type" FORCE)
 endif()
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
