@@ -3,6 +3,7 @@
 #include <iostream>
 
 int main() {
-  std::cout << "rank " << fsdp2::get_rank() << " of " << fsdp2::get_world_size() << std::endl;
+  const fsdp2::DeviceMesh mesh;
+  std::cout << (mesh.defined() ? "a mesh" : "no mesh") << std::endl;
   return 0;
 }
