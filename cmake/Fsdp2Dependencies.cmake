@@ -29,4 +29,18 @@ function(fsdp2_comm_backends target)
   else()
     target_include_directories(${target} SYSTEM PRIVATE ${PROJECT_SOURCE_DIR}/src/comm/gloo_declarations)
   endif()
+
+  # NCCL comes with a CUDA libtorch; its header lies next to the wheel or in the toolkit.
+  set(nccl src/comm/backend_nccl.cpp)
+  set(no_nccl src/comm/no_nccl.cpp)
+  if(TORCH_CUDA_LIBRARIES)
+    find_path(FSDP2_NCCL_INCLUDE nccl.h HINTS ${TORCH_INCLUDE_DIRS} ${CUDA_INCLUDE_DIRS}
+      ${TORCH_INSTALL_PREFIX}/../nvidia/nccl/include)
+  endif()
+  if(FSDP2_NCCL_INCLUDE)
+    target_include_directories(${target} SYSTEM PRIVATE ${FSDP2_NCCL_INCLUDE})
+    set_source_files_properties(${no_nccl} PROPERTIES HEADER_FILE_ONLY TRUE)
+  else()
+    set_source_files_properties(${nccl} PROPERTIES HEADER_FILE_ONLY TRUE)
+  endif()
 endfunction()

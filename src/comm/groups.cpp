@@ -1,0 +1,161 @@
+#include "comm/groups.h"
+
+#include "comm/backend.h"
+#include "comm/rendezvous.h"
+#include "comm/world.h"
+
+#include <fsdp2/collectives.h>
+
+#include <c10/util/Exception.h>
+#include <torch/cuda.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+#include <mutex>
+#include <sstream>
+#include <unordered_map>
+
+namespace fsdp2::comm {
+namespace {
+
+c10::DeviceType device_type(const std::string& name, const std::string& text) {
+  if (name == "cpu") return c10::kCPU;
+  if (name == "cuda") return c10::kCUDA;
+  TORCH_CHECK(false, "init_process_group: backend '", text, "' names the device type '", name,
+              "': 'cpu' and 'cuda' are known");
+}
+
+void check_backend(c10::DeviceType type, const std::string& name, const std::string& text) {
+  TORCH_CHECK(name == "gloo" || name == "nccl", "init_process_group: backend '", name, "'",
+              name == text ? "" : " in '" + text + "'", " is not known: use 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'");
+  TORCH_CHECK(name != "nccl" || type == c10::kCUDA, "init_process_group: backend '", text,
+              "' asks for nccl on cpu: nccl is for cuda");
+  TORCH_CHECK(name != "nccl" || nccl_is_built(), "init_process_group: backend 'nccl' is not built: this libtorch has ",
+              "no CUDA, or nccl.h was not found; use 'gloo'");
+  TORCH_CHECK(type != c10::kCUDA || torch::cuda::is_available(), "init_process_group: backend '", text,
+              "' needs a CUDA device, and none is visible (CUDA_VISIBLE_DEVICES, driver); use 'gloo'");
+}
+
+c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const BackendOptions& options) {
+  try {
+    return name == "nccl" ? make_nccl_backend(options) : make_gloo_backend(options);
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "rank ", options.rank, " of ", options.global_ranks.size(), " could not connect group '",
+                options.group_name, "' over ", name, ": ", plain_message(error),
+                name == "gloo" ? " (GLOO_SOCKET_IFNAME chooses the network interface)" : "");
+  }
+}
+
+struct SecondGroups {
+  std::mutex mutex;
+  std::unordered_map<c10d::ProcessGroup*, std::pair<ProcessGroup, ProcessGroup>> made;
+};
+SecondGroups& second_groups() {
+  static auto* groups = new SecondGroups();
+  return *groups;
+}
+
+}  // namespace
+
+Backends parse_backends(const std::string& text) {
+  if (text.empty()) {
+    Backends backends = {{c10::kCPU, "gloo"}};
+    if (nccl_is_built() && torch::cuda::is_available()) backends[c10::kCUDA] = "nccl";
+    return backends;
+  }
+  Backends backends;
+  std::istringstream in(text);
+  for (std::string part; std::getline(in, part, ',');) {
+    const size_t colon = part.find(':');
+    const std::string name = colon == std::string::npos ? part : part.substr(colon + 1);
+    const c10::DeviceType type = colon == std::string::npos ? (name == "nccl" ? c10::kCUDA : c10::kCPU)
+                                                            : device_type(part.substr(0, colon), text);
+    check_backend(type, name, text);
+    TORCH_CHECK(backends.emplace(type, name).second, "init_process_group: backend '", text, "' names ",
+                c10::DeviceTypeName(type, true), " twice");
+  }
+  return backends;
+}
+
+ProcessGroup make_group(const GroupOptions& options) {
+  const int size = static_cast<int>(options.global_ranks.size());
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(options.store, options.rank, size);
+  std::map<std::string, c10::intrusive_ptr<c10d::Backend>> made;
+  for (const auto& [type, name] : options.backends) {
+    c10::intrusive_ptr<c10d::Backend>& backend = made[name];
+    if (!backend) {
+      BackendOptions backend_options;
+      backend_options.store = c10::make_intrusive<c10d::PrefixStore>(name, options.store);
+      backend_options.rank = options.rank;
+      backend_options.global_ranks = options.global_ranks;
+      backend_options.group_name = options.name;
+      backend_options.timeout = options.timeout;
+      backend_options.master_addr = options.master_addr;
+      backend = make_backend(name, backend_options);
+    }
+    const auto kind = c10d::ProcessGroup::strToBackendType(name);
+    group->setBackend(type, kind, backend);
+    group->setDefaultBackend(kind);
+  }
+  group->setGroupName(options.name);
+  group->setGroupDesc(options.name);
+  return group;
+}
+
+ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::string& key, const std::string& name,
+                                   std::optional<std::chrono::milliseconds> asked_timeout) {
+  const World& in = world();
+  const std::chrono::milliseconds timeout = asked_timeout.value_or(in.timeout);
+  GroupOptions options;
+  options.store = c10::make_intrusive<c10d::PrefixStore>(key, in.store);
+  const std::string members = list_text(ranks);
+  const std::string first =
+      wait_for_ranks(options.store, in.rank, ranks, members, "group '" + name + "'", timeout);
+  TORCH_CHECK(first == members, "group '", name, "' has ranks {", members, "} on rank ", in.rank, " but {", first,
+              "} on rank ", ranks.front(), ": all ranks must make the same groups in the same order");
+  options.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), in.rank) - ranks.begin());
+  options.global_ranks = ranks;
+  options.backends = in.backends;
+  options.name = name;
+  options.timeout = timeout;
+  options.master_addr = in.master_addr;
+  return make_group(options);
+}
+
+ProcessGroup second_group(const ProcessGroup& group) {
+  if (group->getSize() == 1) return group;
+  SecondGroups& groups = second_groups();
+  const std::lock_guard lock(groups.mutex);
+  auto found = groups.made.find(group.get());
+  if (found != groups.made.end()) return found->second.second;
+  GroupOptions options;
+  options.store = c10::make_intrusive<c10d::PrefixStore>("second", group->getStore());
+  options.rank = group->getRank();
+  options.global_ranks = global_ranks(group);
+  for (const c10::Device& device : group->getDeviceTypes()) {
+    options.backends[device.type()] = group->getBackend(device.type())->getBackendName();
+  }
+  options.name = group->getGroupName() + "/second";
+  options.timeout = group->getBackend(options.backends.begin()->first)->getBackendOptions()->timeout;
+  if (is_initialized()) options.master_addr = world().master_addr;
+  ProcessGroup made = make_group(options);
+  groups.made.emplace(group.get(), std::pair(group, made));
+  return made;
+}
+
+void forget_second_groups() {
+  SecondGroups& groups = second_groups();
+  const std::lock_guard lock(groups.mutex);
+  groups.made.clear();
+}
+
+std::vector<int> global_ranks(const ProcessGroup& group) {
+  const c10::DeviceType type = group->getDeviceTypes().front().type();
+  const std::vector<uint64_t> known = group->getBackend(type)->getBackendOptions()->global_ranks_in_group;
+  if (!known.empty()) return {known.begin(), known.end()};
+  std::vector<int> ranks;
+  for (const std::string& rank : all_gather_bytes(std::to_string(get_rank()), group)) ranks.push_back(std::stoi(rank));
+  return ranks;
+}
+
+}  // namespace fsdp2::comm
