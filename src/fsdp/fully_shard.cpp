@@ -1,0 +1,262 @@
+#include <fsdp2/fully_shard.h>
+
+#include <algorithm>
+#include <map>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "fsdp/module_access.h"
+#include "fsdp/param_group.h"
+#include "fsdp/schedule.h"
+#include "fsdp/touch.h"
+#include "mesh/mesh_impl.h"
+
+namespace fsdp2 {
+
+using fsdp::ParamGroup;
+using fsdp::Schedule;
+
+/// What is known of one wrapped module.
+struct FSDPModule::Impl {
+  std::weak_ptr<torch::nn::Module> module;
+  std::string name;
+  std::shared_ptr<Schedule> schedule;
+  std::weak_ptr<ParamGroup> group;  // none if every parameter belongs to wrapped children
+  std::vector<std::string> parameter_names;
+  bool root = true;
+  std::optional<bool> reshard_after_forward;
+
+  void apply_reshard_after_forward() const {
+    if (auto owned = group.lock()) owned->reshard_after_forward = reshard_after_forward.value_or(!root);
+  }
+  std::shared_ptr<torch::nn::Module> alive() const {
+    auto locked = module.lock();
+    TORCH_CHECK(locked, "this FSDPModule's module ('", name, "') is gone");
+    return locked;
+  }
+};
+
+struct UnshardHandle::Impl {
+  std::shared_ptr<ParamGroup> group;
+};
+
+namespace {
+
+using ModulePtr = std::shared_ptr<torch::nn::Module>;
+using State = std::shared_ptr<FSDPModule::Impl>;
+
+/// Wrapped modules by address; an entry counts only while its module lives.
+class WrappedModules {
+ public:
+  State find(const torch::nn::Module& module) {
+    std::lock_guard lock(mutex_);
+    const auto found = states_.find(&module);
+    if (found == states_.end() || found->second->module.expired()) return nullptr;
+    return found->second;
+  }
+  void add(const ModulePtr& module, State state) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(states_, [](const auto& entry) { return entry.second->module.expired(); });
+    states_[module.get()] = std::move(state);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const torch::nn::Module*, State> states_;
+};
+
+WrappedModules& wrapped_modules() {
+  static auto* modules = new WrappedModules;
+  return *modules;
+}
+
+/// One registry entry: where it is, and under which name a user sees it.
+struct Entry {
+  torch::Tensor* registered;
+  std::string name;
+};
+
+/// What one call is going to do, worked out before anything changes.
+struct Plan {
+  std::vector<torch::Tensor> parameters;          // to shard, each once
+  std::vector<std::string> names;
+  std::vector<std::vector<Entry>> entries;        // of each
+  std::vector<Entry> shared;                      // entries that hold a member of another group
+  std::vector<torch::Tensor> buffers;
+  std::vector<State> inner;                       // wrapped modules below
+};
+
+void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
+                 std::unordered_map<c10::TensorImpl*, size_t>& seen) {
+  for (const auto& item : root->named_modules(prefix)) {
+    if (State state = wrapped_modules().find(*item.value())) plan.inner.push_back(state);
+    for (auto& parameter : fsdp::registered_parameters(*item.value())) {
+      torch::Tensor& tensor = parameter.value();
+      if (!tensor.defined() || is_dtensor(tensor)) continue;
+      const std::string name = item.key().empty() ? parameter.key() : item.key() + "." + parameter.key();
+      if (fsdp::is_gathered(tensor)) {
+        plan.shared.push_back({&tensor, name});
+        continue;
+      }
+      auto [found, fresh] = seen.try_emplace(tensor.unsafeGetTensorImpl(), plan.parameters.size());
+      if (fresh) {
+        plan.parameters.push_back(tensor);
+        plan.names.push_back(name);
+        plan.entries.emplace_back();
+      }
+      plan.entries[found->second].push_back({&tensor, name});
+    }
+    for (const torch::Tensor& buffer : item.value()->buffers(/*recurse=*/false)) {
+      if (buffer.defined()) plan.buffers.push_back(buffer);
+    }
+  }
+}
+
+void check(const std::vector<ModulePtr>& modules, const DeviceMesh& mesh) {
+  TORCH_CHECK(!modules.empty(), "fully_shard: no module was given");
+  TORCH_CHECK(mesh.ndim() == 1, "fully_shard: the mesh must be 1-D, but it is ", mesh.to_string(),
+              "; pass one of its dimensions, mesh[\"name\"]");
+  for (const ModulePtr& module : modules) {
+    TORCH_CHECK(module, "fully_shard: a module is null");
+    TORCH_CHECK(!wrapped_modules().find(*module), "fully_shard was called on this ", module->name(),
+                " before: call it once a module (children first, then their parent)");
+    TORCH_CHECK(!dynamic_cast<torch::nn::ModuleListImpl*>(module.get()) &&
+                    !dynamic_cast<torch::nn::ModuleDictImpl*>(module.get()),
+                "fully_shard: a ", module->name(), " has no forward of its own: wrap its elements");
+  }
+}
+
+void check_parents(const std::vector<ModulePtr>& modules, const Plan& plan) {
+  std::unordered_set<c10::TensorImpl*> owned_below;
+  for (const State& state : plan.inner) {
+    auto group = state->group.lock();
+    if (!group) continue;
+    for (const auto& param : group->params()) owned_below.insert(param.shard.unsafeGetTensorImpl());
+  }
+  for (const ModulePtr& module : modules) {
+    for (const auto& item : module->named_parameters()) {
+      const torch::Tensor& tensor = item.value();
+      TORCH_CHECK(!is_dtensor(tensor) || owned_below.count(tensor.unsafeGetTensorImpl()),
+                  "fully_shard: parameter '", item.key(), "' of this ", module->name(),
+                  " is sharded already, by a call on a module that contains it: wrap children before "
+                  "their parents");
+    }
+  }
+}
+
+}  // namespace
+
+FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOptions& options) {
+  const DeviceMesh mesh = options.mesh.defined() ? options.mesh : default_mesh();
+  check(modules, mesh);
+  Plan plan;
+  std::unordered_map<c10::TensorImpl*, size_t> seen;
+  for (size_t i = 0; i < modules.size(); ++i) {
+    plan_module(modules[i], modules.size() > 1 ? std::to_string(i) : "", plan, seen);
+  }
+  check_parents(modules, plan);
+
+  fsdp::register_gathered();
+  register_dtensor();
+  at::NoGradGuard no_grad;
+  for (torch::Tensor& buffer : plan.buffers) {
+    if (buffer.device() != mesh.device()) buffer.set_data(buffer.to(mesh.device()));
+  }
+  auto schedule = std::make_shared<Schedule>();
+  for (const State& state : plan.inner) {
+    auto inner = state->schedule;
+    schedule->absorb(*inner);
+    state->root = false;
+  }
+  for (const State& state : plan.inner) {
+    state->schedule = schedule;
+    state->apply_reshard_after_forward();
+  }
+  std::shared_ptr<ParamGroup> group;
+  if (!plan.parameters.empty()) {
+    group = std::make_shared<ParamGroup>(plan.names.front() + (plan.names.size() > 1 ? ", ..." : ""), mesh);
+    schedule->add(group);
+    group->adopt(plan.parameters, plan.names);
+    for (size_t i = 0; i < plan.parameters.size(); ++i) {
+      for (const Entry& entry : plan.entries[i]) *entry.registered = group->params()[i].shard;
+    }
+    for (const State& state : plan.inner) {
+      if (auto below = state->group.lock()) below->ancestors.insert(group.get());
+    }
+  }
+  // Tied to a module that was wrapped on its own: one parameter still.
+  for (const Entry& entry : plan.shared) {
+    const auto* storage = fsdp::gathered_storage(*entry.registered);
+    *entry.registered = storage->group()->params()[storage->index()].shard;
+  }
+
+  State first;
+  for (const ModulePtr& module : modules) {
+    auto state = std::make_shared<FSDPModule::Impl>();
+    state->module = module;
+    state->name = module->name();
+    state->schedule = schedule;
+    state->group = group;
+    state->parameter_names = plan.names;
+    state->reshard_after_forward = options.reshard_after_forward;
+    state->apply_reshard_after_forward();
+    wrapped_modules().add(module, state);
+    if (!first) first = state;
+  }
+  return FSDPModule(first);
+}
+
+FSDPModule fully_shard(const ModulePtr& module, const FullyShardOptions& options) {
+  return fully_shard(std::vector<ModulePtr>{module}, options);
+}
+
+bool is_fsdp(const torch::nn::Module& module) { return wrapped_modules().find(module) != nullptr; }
+
+FSDPModule as_fsdp(const torch::nn::Module& module) {
+  State state = wrapped_modules().find(module);
+  TORCH_CHECK(state, "as_fsdp: fully_shard was not called on this ", module.name());
+  return FSDPModule(state);
+}
+
+UnshardHandle FSDPModule::unshard(bool async_op) {
+  const auto module = impl_->alive();
+  auto group = impl_->group.lock();
+  if (group) group->schedule->unshard(*group, async_op);
+  auto handle = std::make_shared<UnshardHandle::Impl>();
+  handle->group = std::move(group);
+  return UnshardHandle(handle);
+}
+
+void UnshardHandle::wait() {
+  if (!impl_) return;
+  if (impl_->group) impl_->group->schedule->unshard(*impl_->group, /*async_op=*/false);
+  impl_.reset();
+}
+
+void FSDPModule::reshard() {
+  const auto module = impl_->alive();
+  if (auto group = impl_->group.lock()) group->schedule->reshard(*group);
+}
+
+void FSDPModule::set_reshard_after_forward(bool value, bool recurse) {
+  const auto module = impl_->alive();
+  for (const auto& below : module->modules()) {
+    State state = wrapped_modules().find(*below);
+    if (!state || (!recurse && below != module)) continue;
+    state->reshard_after_forward = value;
+    state->apply_reshard_after_forward();
+  }
+}
+
+std::vector<std::string> FSDPModule::parameter_names() const {
+  const auto module = impl_->alive();
+  return impl_->parameter_names;
+}
+
+bool FSDPModule::is_unsharded() const {
+  const auto module = impl_->alive();
+  const auto group = impl_->group.lock();
+  return !group || group->unsharded();
+}
+
+}  // namespace fsdp2

@@ -1,0 +1,47 @@
+#include "fsdp/gathered_storage.h"
+
+#include <c10/core/Allocator.h>
+
+namespace fsdp2::fsdp {
+
+GatheredStorage::GatheredStorage(std::shared_ptr<ParamGroup> group, size_t index,
+                                 const std::string& name, int64_t nbytes, c10::Device device)
+    : c10::StorageImpl(use_byte_size_t(), c10::SymInt(nbytes), c10::DataPtr(nullptr, device),
+                       c10::GetAllocator(device.type()), /*resizable=*/true),
+      group_(std::move(group)),
+      index_(index),
+      name_(name),
+      device_(device) {
+  drop();
+}
+
+void GatheredStorage::fill(c10::DataPtr bytes) {
+  clear_data_ptr_access_error_msg_();
+  set_data_ptr_noswap(std::move(bytes));
+}
+
+void GatheredStorage::drop() {
+  set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
+  release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "parameter '" + name_ +
+      "' is sharded: its data is here only while its module is unsharded. Use it in an op, or take "
+      "fsdp2::as_fsdp(module).unshard() around direct access to its data.");
+}
+
+GatheredStorage* gathered_storage(const torch::Tensor& tensor) {
+  if (!is_gathered(tensor) || !tensor.has_storage()) return nullptr;
+  return dynamic_cast<GatheredStorage*>(tensor.storage().unsafeGetStorageImpl());
+}
+
+torch::Tensor with_keys(const torch::Tensor& tensor, c10::DispatchKeySet keys) {
+  auto alias = at::detail::make_tensor<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), keys, tensor.dtype());
+  c10::TensorImpl* impl = alias.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  // Flags that kernels look at.
+  impl->_set_conj(tensor.is_conj());
+  impl->_set_neg(tensor.is_neg());
+  return alias;
+}
+
+}  // namespace fsdp2::fsdp

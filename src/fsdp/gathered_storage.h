@@ -1,0 +1,49 @@
+#pragma once
+
+// The storage of a parameter that gathers itself: full size, but with bytes only while its group is unsharded.
+
+#include <c10/core/StorageImpl.h>
+#include <torch/types.h>
+
+#include <memory>
+#include <string>
+
+namespace fsdp2::fsdp {
+
+class ParamGroup;
+
+/// The backend bit that tensors on such a storage carry, and that brings every op on them to us.
+constexpr c10::BackendComponent kGatheredBit = c10::BackendComponent::PrivateUse3Bit;
+
+/// Owns its group (so that a graph which outlives the module can still gather); the group knows it weakly.
+class GatheredStorage final : public c10::StorageImpl {
+ public:
+  GatheredStorage(std::shared_ptr<ParamGroup> group, size_t index, const std::string& name,
+                  int64_t nbytes, c10::Device device);
+
+  /// Gives it bytes. Version counters stay: saved views see the same values again.
+  void fill(c10::DataPtr bytes);
+  /// Takes them away; direct access to data is then an error that names the parameter.
+  void drop();
+
+  const std::shared_ptr<ParamGroup>& group() const { return group_; }
+  size_t index() const { return index_; }
+
+ private:
+  std::shared_ptr<ParamGroup> group_;
+  size_t index_;
+  std::string name_;
+  c10::Device device_;
+};
+
+inline bool is_gathered(const torch::Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has_backend(kGatheredBit);
+}
+
+/// The storage behind a tensor with the bit, or null if the tensor has none (its storage was replaced).
+GatheredStorage* gathered_storage(const torch::Tensor& tensor);
+
+/// The same view of the same bytes with another key set.
+torch::Tensor with_keys(const torch::Tensor& tensor, c10::DispatchKeySet keys);
+
+}  // namespace fsdp2::fsdp

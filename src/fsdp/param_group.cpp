@@ -1,0 +1,212 @@
+#include "fsdp/param_group.h"
+
+#include <fsdp2/placement.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <map>
+
+#include "fsdp/plain_ops.h"
+#include "fsdp/schedule.h"
+
+namespace fsdp2::fsdp {
+namespace {
+
+/// Tells the schedule that a member's whole gradient is there.
+struct GradientReady final : torch::autograd::PostAccumulateGradHook {
+  GradientReady(std::shared_ptr<ParamGroup> group, size_t index)
+      : group(std::move(group)), index(index) {}
+  void operator()(const torch::autograd::Variable&) override {
+    group->schedule->gradient_ready(*group, index);
+  }
+  std::shared_ptr<ParamGroup> group;
+  size_t index;
+};
+
+ParamLayout layout_of(const torch::Tensor& member, const std::string& name) {
+  ParamLayout layout;
+  layout.name = name;
+  layout.sizes = member.sizes().vec();
+  layout.strides = member.is_non_overlapping_and_dense()
+                       ? member.strides().vec()
+                       : at::empty_like(member, at::MemoryFormat::Contiguous).strides().vec();
+  layout.dtype = member.scalar_type();
+  layout.numel = member.numel();
+  layout.replicated = member.dim() == 0;
+  return layout;
+}
+
+Placements placements_of(const ParamLayout& layout) {
+  return {layout.replicated ? Replicate() : Shard(0)};
+}
+
+}  // namespace
+
+torch::Tensor Param::lock_member() const {
+  auto impl = member.lock();
+  return impl ? torch::Tensor(std::move(impl)) : torch::Tensor();
+}
+
+void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
+                       const std::vector<std::string>& names) {
+  const c10::Device device = mesh_.device();
+  std::vector<ParamLayout> layouts;
+  for (size_t i = 0; i < members.size(); ++i) layouts.push_back(layout_of(members[i], names[i]));
+  comm_ = make_copying_comm(mesh_, layouts);
+  for (size_t i = 0; i < members.size(); ++i) {
+    const torch::Tensor& member = members[i];
+    torch::Tensor shard = make_shard(member, layouts[i]);
+    auto storage = c10::make_intrusive<GatheredStorage>(shared_from_this(), i, names[i],
+                                                        layouts[i].nbytes(), device);
+    c10::intrusive_ptr<c10::StorageImpl> base = std::move(storage);
+    params_.push_back(
+        {layouts[i], std::move(shard), WeakTensor(member.getIntrusivePtr()), WeakStorage(base)});
+    // The bit, on a storage that can be empty; everything else about the member stays.
+    const c10::DispatchKey dense =
+        c10::computeDispatchKey(member.scalar_type(), c10::Layout::Strided, device);
+    torch::Tensor hollow = at::detail::make_tensor<c10::TensorImpl>(
+        c10::Storage(std::move(base)),
+        c10::DispatchKeySet(dense) | c10::DispatchKeySet(kGatheredBit), member.dtype());
+    hollow.unsafeGetTensorImpl()->set_sizes_and_strides(layouts[i].sizes, layouts[i].strides, 0);
+    member.set_data(hollow);
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        member, std::make_unique<GradientReady>(shared_from_this(), i));
+  }
+}
+
+torch::Tensor ParamGroup::make_shard(const torch::Tensor& member, const ParamLayout& layout) {
+  at::NoGradGuard no_grad;
+  torch::Tensor local = member.detach();
+  if (!layout.replicated) {
+    const Chunk chunk = chunk_of(local.size(0), mesh_.size(), mesh_.get_local_rank());
+    local = local.narrow(0, chunk.offset, chunk.length);
+  }
+  local = local.to(mesh_.device()).clone(at::MemoryFormat::Contiguous);
+  torch::Tensor shard = make_dtensor(local, mesh_, placements_of(layout), layout.sizes);
+  shard.set_requires_grad(member.requires_grad());
+  set_write_observer(shard, weak_from_this());
+  return shard;
+}
+
+void ParamGroup::start_gather(const GatherWords& words) {
+  std::vector<torch::Tensor> shards;
+  for (const Param& param : params_) shards.push_back(local_part(param.shard));
+  gathered_generation_ = generation_;
+  gather_ = comm_->start_gather(shards, words);
+}
+
+std::vector<GatherWords> ParamGroup::finish_gather() {
+  std::unique_ptr<Gather> gather = std::move(gather_);
+  std::vector<c10::DataPtr> bytes = gather->finish();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (auto storage = params_[i].storage.lock()) {
+      static_cast<GatheredStorage*>(storage.get())->fill(std::move(bytes[i]));
+    }
+    // Other values than a graph may have saved: backward through it must fail as it does in plain torch.
+    if (last_generation_ >= 0 && last_generation_ != gathered_generation_) {
+      if (torch::Tensor member = params_[i].lock_member(); member.defined()) {
+        torch::autograd::impl::bump_version(member);
+      }
+    }
+  }
+  last_generation_ = gathered_generation_;
+  unsharded_ = true;
+  return gather->words();
+}
+
+void ParamGroup::reshard() {
+  if (pins > 0) return;
+  gather_.reset();
+  if (!unsharded_) return;
+  for (Param& param : params_) {
+    if (auto storage = param.storage.lock()) static_cast<GatheredStorage*>(storage.get())->drop();
+  }
+  unsharded_ = false;
+}
+
+bool ParamGroup::trainable() const {
+  for (const Param& param : params_) {
+    if (param.shard.requires_grad()) return true;
+  }
+  return false;
+}
+
+bool ParamGroup::has_gradients() const {
+  for (const Param& param : params_) {
+    torch::Tensor member = param.lock_member();
+    if (member.defined() && member.grad().defined()) return true;
+  }
+  return false;
+}
+
+void ParamGroup::start_reduce(uint32_t fingerprint) {
+  std::map<torch::ScalarType, std::pair<std::vector<size_t>, std::vector<torch::Tensor>>> by_dtype;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    torch::Tensor member = params_[i].lock_member();
+    torch::Tensor gradient;
+    if (member.defined()) {
+      gradient = member.grad();
+      member.mutable_grad().reset();
+    }
+    if (!params_[i].shard.requires_grad()) continue;
+    auto& [indexes, gradients] = by_dtype[params_[i].layout.dtype];
+    indexes.push_back(i);
+    if (gradient.defined() && gradient.is_sparse()) gradient = gradient.to_dense();
+    gradients.push_back(gradient.defined() ? gradient.detach() : gradient);
+  }
+  for (auto& [dtype, bucket] : by_dtype) {
+    auto& [indexes, gradients] = bucket;
+    auto reduce = comm_->start_reduce(indexes, gradients, fingerprint);
+    reduces_.push_back({std::move(indexes), std::move(reduce)});
+  }
+}
+
+void ParamGroup::finish_reduce() {
+  std::vector<PendingReduce> pending = std::move(reduces_);
+  reduces_.clear();
+  for (PendingReduce& item : pending) {
+    Reduce::Result result = item.reduce->finish();
+    TORCH_CHECK(result.agreed, "ranks reduced gradients of different parameter groups in one step; "
+                "this rank reduced group '", name_, "'. Every rank must run backward through the "
+                "same wrapped modules, in the same order.");
+    for (size_t i = 0; i < item.params.size(); ++i) {
+      if (result.users[i] == 0) continue;  // unused everywhere: stays undefined everywhere
+      torch::Tensor& gradient = result.gradients[i];
+      if (mesh_.size() > 1) {
+        PlainOps plain;
+        gradient.div_(mesh_.size());
+      }
+      add_gradient(params_[item.params[i]], std::move(gradient));
+    }
+  }
+}
+
+void ParamGroup::add_gradient(Param& param, torch::Tensor gradient) {
+  at::NoGradGuard no_grad;
+  torch::Tensor shard = param.shard;
+  torch::Tensor incoming = make_dtensor(gradient, mesh_, placements_of(param.layout), param.layout.sizes);
+  for (const auto& hook : torch::autograd::impl::hooks(shard)) {
+    torch::autograd::variable_list passed = (*hook)({incoming});
+    if (passed[0].defined()) incoming = passed[0];
+  }
+  if (shard.grad().defined()) {
+    shard.mutable_grad().add_(incoming);
+  } else {
+    shard.mutable_grad() = incoming;
+  }
+  if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard)) (*hook)(shard);
+}
+
+void ParamGroup::discard_gradients() {
+  reduces_.clear();
+  for (const Param& param : params_) {
+    if (torch::Tensor member = param.lock_member(); member.defined()) member.mutable_grad().reset();
+  }
+}
+
+void ParamGroup::before_write() {
+  ++generation_;
+  schedule->shards_changed(*this);
+}
+
+}  // namespace fsdp2::fsdp

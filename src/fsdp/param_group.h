@@ -1,0 +1,108 @@
+#pragma once
+
+// One parameter group: what fully_shard made of one call. Holds the shards, knows the whole parameters weakly, and
+// moves bytes between the two. When it does so is the schedule's business.
+
+#include <fsdp2/device_mesh.h>
+#include <torch/nn/module.h>
+
+#include <atomic>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "dtensor/dtensor_impl.h"
+#include "fsdp/gathered_storage.h"
+#include "fsdp/group_comm.h"
+
+namespace fsdp2::fsdp {
+
+class Schedule;
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+struct Param {
+  ParamLayout layout;
+  /// What the registry holds: a DTensor.
+  torch::Tensor shard;
+  /// What the module's member is. Weak, as it owns its storage, which owns the group.
+  WeakTensor member;
+  WeakStorage storage;
+
+  torch::Tensor lock_member() const;
+  /// Whether this very tensor, not a view of it, is the member.
+  bool is_member(const torch::Tensor& tensor) const {
+    return member._unsafe_get_target() == tensor.unsafeGetTensorImpl();
+  }
+};
+
+/// Not thread-safe by itself: the schedule's lock guards it, but for the pin count.
+class ParamGroup final : public WriteObserver, public std::enable_shared_from_this<ParamGroup> {
+ public:
+  ParamGroup(std::string name, DeviceMesh mesh) : name_(std::move(name)), mesh_(std::move(mesh)) {}
+
+  /// Takes over whole parameters: makes their shards, and turns each into a member that gathers itself. `members` are
+  /// dense leaf tensors on the mesh's device. Collective when the mesh's reduction group has yet to be made.
+  void adopt(const std::vector<torch::Tensor>& members, const std::vector<std::string>& names);
+
+  // Bytes.
+  bool unsharded() const { return unsharded_; }
+  bool gathering() const { return gather_ != nullptr; }
+  void start_gather(const GatherWords& words);
+  /// Blocks until the whole parameters are there. Returns what all ranks said.
+  std::vector<GatherWords> finish_gather();
+  /// Frees the whole parameters, or an unfinished gather; waits for nothing. Nothing happens while pinned.
+  void reshard();
+
+  // Gradients.
+  bool trainable() const;
+  /// Parameters whose whole gradient is there.
+  bool has_gradients() const;
+  /// Starts the reduction of whatever gradients the members have (absent ones count as zero) and takes them away.
+  void start_reduce(uint32_t fingerprint);
+  bool reducing() const { return !reduces_.empty(); }
+  /// Blocks; adds the mean over ranks to the shards' gradients and runs the hooks that users put on the shards.
+  void finish_reduce();
+  void discard_gradients();
+
+  void before_write() override;
+  int64_t generation() const { return generation_; }
+
+  const std::string& name() const { return name_; }
+  const DeviceMesh& mesh() const { return mesh_; }
+  std::vector<Param>& params() { return params_; }
+  const std::vector<Param>& params() const { return params_; }
+
+  // What the schedule keeps with each group.
+  std::shared_ptr<Schedule> schedule;
+  int64_t id = 0;                    // the same on all ranks
+  std::set<const ParamGroup*> ancestors;  // groups of modules that contain one of this group's modules
+  bool reshard_after_forward = true;
+  bool kept_by_user = false;         // by unshard(), until reshard() or the end of backward
+  std::atomic<int> pins{0};          // ops running on the bytes right now
+  std::set<size_t> touched;          // trainable parameters used with grad mode on since the last forward began
+  std::set<size_t> arrived;          // of these, whose gradient is there in this backward
+
+ private:
+  struct PendingReduce {
+    std::vector<size_t> params;
+    std::unique_ptr<Reduce> reduce;
+  };
+  torch::Tensor make_shard(const torch::Tensor& member, const ParamLayout& layout);
+  void add_gradient(Param& param, torch::Tensor gradient);
+
+  std::string name_;
+  DeviceMesh mesh_;
+  std::vector<Param> params_;
+  std::unique_ptr<GroupComm> comm_;
+  std::unique_ptr<Gather> gather_;
+  std::vector<PendingReduce> reduces_;
+  bool unsharded_ = false;
+  std::atomic<int64_t> generation_{0};
+  int64_t gathered_generation_ = -1;  // of the bytes that are there or on their way
+  int64_t last_generation_ = -1;      // of the bytes that were there last
+};
+
+}  // namespace fsdp2::fsdp

@@ -1,0 +1,311 @@
+#include "fsdp/schedule.h"
+
+#include <fsdp2/process_group.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <atomic>
+#include <sstream>
+
+#include "fsdp/plain_ops.h"
+
+namespace fsdp2::fsdp {
+namespace {
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+/// Runs a callback once the node it is put on has run.
+struct AfterNode final : torch::autograd::FunctionPostHook {
+  explicit AfterNode(std::function<void()> run) : run(std::move(run)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list&) override {
+    if (auto once = std::exchange(run, nullptr)) once();
+    return outputs;
+  }
+  std::function<void()> run;
+};
+
+std::string describe(const GatherWords& words) {
+  std::ostringstream out;
+  out << "group " << words.group << ", gather " << words.sequence << ", shards written "
+      << words.generation << " times, " << (words.mode ? "backward" : "forward");
+  return out.str();
+}
+
+void check_agreement(const ParamGroup& group, const std::vector<GatherWords>& words) {
+  for (size_t rank = 1; rank < words.size(); ++rank) {
+    if (words[rank] == words[0]) continue;
+    std::ostringstream message;
+    message << "ranks disagree about the all-gather of parameter group '" << group.name()
+            << "' (group " << group.id << "):";
+    for (size_t r = 0; r < words.size(); ++r) message << "\n  rank " << r << ": " << describe(words[r]);
+    message << "\nEvery rank must use the wrapped modules in the same order and write to their "
+               "parameters alike; a weight that one rank alone logs must be gathered by all.";
+    TORCH_CHECK(false, message.str());
+  }
+}
+
+}  // namespace
+
+/// Owned by the engine's callback alone. If the graph task dies by an exception the callback is destroyed unrun, and
+/// this with it: that is how a failed backward is noticed.
+struct Schedule::Backward {
+  explicit Backward(std::weak_ptr<Schedule> schedule) : schedule(std::move(schedule)) {}
+  ~Backward() {
+    if (auto owner = schedule.lock()) owner->backward_died(this);
+  }
+  std::weak_ptr<Schedule> schedule;
+};
+
+size_t Schedule::StepHash::operator()(const Step& step) const {
+  return std::hash<const void*>()(std::get<1>(step)) * 31 +
+         std::hash<const void*>()(std::get<2>(step)) * 2 + static_cast<size_t>(std::get<0>(step));
+}
+
+Schedule::Schedule() {
+  static std::atomic<int64_t> next{0};
+  id_ = next++;
+}
+
+void Schedule::add(const std::shared_ptr<ParamGroup>& group) {
+  std::lock_guard lock(mutex_);
+  group->id = id_ * 4096 + static_cast<int64_t>(groups_.size());
+  group->schedule = shared_from_this();
+  groups_.push_back(group);
+}
+
+void Schedule::absorb(Schedule& other) {
+  if (&other == this) return;
+  std::scoped_lock lock(mutex_, other.mutex_);
+  for (const auto& group : other.live_groups()) {
+    group->reshard();
+    add(group);
+  }
+  other.groups_.clear();
+}
+
+std::vector<std::shared_ptr<ParamGroup>> Schedule::live_groups() const {
+  std::vector<std::shared_ptr<ParamGroup>> live;
+  for (const auto& weak : groups_) {
+    if (auto group = weak.lock()) live.push_back(std::move(group));
+  }
+  return live;
+}
+
+void Schedule::touch(ParamGroup& group, size_t param) {
+  std::lock_guard lock(mutex_);
+  if (inside_backward()) {
+    begin_backward();
+  } else {
+    begin_forward();
+  }
+  if (at::GradMode::is_enabled() && group.params()[param].shard.requires_grad()) {
+    group.touched.insert(param);
+  }
+  ensure_unsharded(group);
+  ++group.pins;
+}
+
+void Schedule::unpin(ParamGroup& group) { --group.pins; }
+
+void Schedule::begin_forward() {
+  if (backward_) {
+    TORCH_CHECK(backward_thread_ == std::this_thread::get_id(),
+                "a wrapped module runs forward in one thread while another runs its backward: run "
+                "them one after the other.");
+    abandon_backward();
+  }
+  if (!backward_done_) return;
+  backward_done_ = false;
+  order_.clear();
+  pass_.clear();
+  for (const auto& group : live_groups()) {
+    group->touched.clear();
+    if (group->unsharded() || group->gathering()) order_.push_back(group);
+  }
+}
+
+void Schedule::ensure_unsharded(ParamGroup& group) {
+  if (group.unsharded()) return;
+  PlainOps plain;
+  const bool prefetched = group.gathering();
+  free_unrelated(group);
+  if (!prefetched) start_gather(group);
+  remember(group);
+  check_agreement(group, group.finish_gather());
+  prefetch();
+}
+
+void Schedule::prefetch() {
+  const size_t n = pass_.size();
+  const auto found = successors_.find(
+      {mode(), n > 1 ? pass_[n - 2] : nullptr, n > 0 ? pass_[n - 1] : nullptr});
+  if (found == successors_.end()) return;
+  const auto next = found->second.lock();
+  if (next && !next->unsharded() && !next->gathering()) start_gather(*next);
+}
+
+void Schedule::start_gather(ParamGroup& group) {
+  const GatherWords words{group.id, gathers_++, group.generation(), static_cast<int64_t>(mode())};
+  const auto known = [&](const auto& weak) { return weak.lock().get() == &group; };
+  if (std::none_of(order_.begin(), order_.end(), known)) order_.push_back(group.weak_from_this());
+  group.start_gather(words);
+  if (backward_) plan_reduce(group);
+}
+
+void Schedule::plan_reduce(ParamGroup& group) {
+  const auto planned = [&](const auto& other) { return other.get() == &group; };
+  if (group.trainable() && std::none_of(reduce_order_.begin(), reduce_order_.end(), planned)) {
+    reduce_order_.push_back(group.shared_from_this());
+  }
+}
+
+void Schedule::remember(ParamGroup& group) {
+  if (std::find(pass_.begin(), pass_.end(), &group) != pass_.end()) pass_.clear();
+  const size_t n = pass_.size();
+  const ParamGroup* last = n > 0 ? pass_[n - 1] : nullptr;
+  const ParamGroup* before = n > 1 ? pass_[n - 2] : nullptr;
+  successors_[{mode(), before, last}] = group.weak_from_this();
+  pass_.push_back(&group);
+}
+
+void Schedule::free_unrelated(const ParamGroup& group) {
+  for (const auto& other : live_groups()) {
+    if (other.get() == &group || other->kept_by_user) continue;
+    const bool wrong_guess = other->gathering();
+    const bool done = other->unsharded() && other->reshard_after_forward &&
+                      group.ancestors.count(other.get()) == 0;
+    if (wrong_guess || done) other->reshard();
+  }
+}
+
+void Schedule::begin_backward() {
+  if (backward_) {
+    TORCH_CHECK(backward_thread_ == std::this_thread::get_id(),
+                "two threads run backward through one wrapped module at once: run them one after the "
+                "other.");
+    return;
+  }
+  backward_thread_ = std::this_thread::get_id();
+  ++backwards_;
+  pass_.clear();
+  reduce_order_.clear();
+  reduce_cursor_ = 0;
+  for (const auto& group : live_groups()) group->arrived.clear();
+  auto token = std::make_shared<Backward>(weak_from_this());
+  backward_ = token.get();
+  for (auto weak = order_.rbegin(); weak != order_.rend(); ++weak) {
+    if (auto group = weak->lock()) plan_reduce(*group);
+  }
+  queue_end_of_backward(std::move(token));
+  prefetch();
+}
+
+void Schedule::queue_end_of_backward(std::shared_ptr<Backward> token) {
+  torch::autograd::Engine::get_default_engine().queue_callback([token = std::move(token)] {
+    auto schedule = token->schedule.lock();
+    if (!schedule) return;
+    // The end of a backward that runs inside another's node is not the end: wait for the outer one.
+    if (auto node = torch::autograd::get_current_node()) {
+      node->add_post_hook(std::make_unique<AfterNode>([token] {
+        if (auto owner = token->schedule.lock()) owner->queue_end_of_backward(token);
+      }));
+      return;
+    }
+    if (schedule->backward_ == token.get()) schedule->end_backward();
+  });
+}
+
+void Schedule::backward_died(const Backward* token) {
+  std::lock_guard lock(mutex_);
+  if (backward_ == token) abandon_backward();
+}
+
+void Schedule::gradient_ready(ParamGroup& group, size_t param) {
+  std::lock_guard lock(mutex_);
+  begin_backward();
+  plan_reduce(group);
+  group.arrived.insert(param);
+  issue_ready(/*flush=*/false);
+}
+
+bool Schedule::ready(const ParamGroup& group) const {
+  return !group.arrived.empty() &&
+         std::includes(group.arrived.begin(), group.arrived.end(), group.touched.begin(),
+                       group.touched.end());
+}
+
+void Schedule::issue_ready(bool flush) {
+  while (reduce_cursor_ < reduce_order_.size()) {
+    ParamGroup& group = *reduce_order_[reduce_cursor_];
+    if (!flush && !ready(group)) return;
+    // One reduction on its way at a time: its buffers are as large as the group.
+    finish_reduces();
+    const auto fingerprint = static_cast<uint32_t>(group.id * 7919 + backwards_);
+    group.start_reduce(fingerprint);
+    reducing_.push_back(reduce_order_[reduce_cursor_]);
+    ++reduce_cursor_;
+  }
+}
+
+void Schedule::finish_reduces() {
+  for (const auto& group : std::exchange(reducing_, {})) group->finish_reduce();
+}
+
+void Schedule::end_backward() {
+  std::lock_guard lock(mutex_);
+  issue_ready(/*flush=*/true);
+  // Gradients that came after their group had left: a module recomputed twice, say.
+  for (const auto& group : reduce_order_) {
+    if (!group->has_gradients()) continue;
+    finish_reduces();
+    group->start_reduce(static_cast<uint32_t>(group->id * 7919 + backwards_) + 1);
+    reducing_.push_back(group);
+  }
+  finish_reduces();
+  backward_ = nullptr;
+  backward_done_ = true;
+  reduce_order_.clear();
+  pass_.clear();
+  for (const auto& group : live_groups()) {
+    group->kept_by_user = false;
+    group->reshard();
+  }
+}
+
+void Schedule::abandon_backward() {
+  backward_ = nullptr;
+  backward_done_ = true;
+  reduce_order_.clear();
+  reducing_.clear();
+  pass_.clear();
+  for (const auto& group : live_groups()) {
+    group->discard_gradients();
+    group->kept_by_user = false;
+    group->reshard();
+  }
+}
+
+void Schedule::shards_changed(ParamGroup& group) {
+  std::lock_guard lock(mutex_);
+  group.reshard();
+}
+
+void Schedule::unshard(ParamGroup& group, bool async_op) {
+  std::lock_guard lock(mutex_);
+  if (!inside_backward()) begin_forward();
+  group.kept_by_user = true;
+  if (group.unsharded()) return;
+  PlainOps plain;
+  if (!group.gathering()) start_gather(group);
+  if (!async_op) check_agreement(group, group.finish_gather());
+}
+
+void Schedule::reshard(ParamGroup& group) {
+  std::lock_guard lock(mutex_);
+  group.kept_by_user = false;
+  group.reshard();
+}
+
+}  // namespace fsdp2::fsdp

@@ -1,0 +1,88 @@
+#pragma once
+
+// When groups gather, free and reduce. One schedule serves all groups below one root.
+//
+// Every decision that ranks must share is taken at *gather events*: the first touch of a group that is not unsharded.
+// They happen in program order, the same on all ranks, and each carries words that prove it. At an event the groups of
+// modules that do not contain the one being gathered are freed (FSDP2's rule, without its hooks), and the group that
+// followed last time is prefetched. Touches of unsharded groups decide nothing, so a branch that only some ranks
+// take does no harm inside a group.
+//
+// Reductions leave in one order: the reverse of the order of first gathers. A group that is done waits for its
+// predecessors; what is left at the end of backward is flushed in that order, absent gradients as zeros.
+
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "fsdp/param_group.h"
+
+namespace fsdp2::fsdp {
+
+class Schedule : public std::enable_shared_from_this<Schedule> {
+ public:
+  Schedule();
+
+  /// Adds a group; wraps done later may merge two schedules into one. Both must be outside of backward.
+  void add(const std::shared_ptr<ParamGroup>& group);
+  void absorb(Schedule& other);
+
+  /// An op is about to read the data of a parameter: gathers its group if need be, pins it. Unpin after the op.
+  void touch(ParamGroup& group, size_t param);
+  void unpin(ParamGroup& group);
+  void gradient_ready(ParamGroup& group, size_t param);
+  void shards_changed(ParamGroup& group);
+
+  // What FSDPModule's controls do.
+  void unshard(ParamGroup& group, bool async_op);
+  void reshard(ParamGroup& group);
+
+ private:
+  enum class Mode : int64_t { kForward = 0, kBackward = 1 };
+  struct Backward;
+
+  void begin_forward();
+  void begin_backward();
+  void queue_end_of_backward(std::shared_ptr<Backward> token);
+  void backward_died(const Backward* token);
+  void end_backward();
+  void abandon_backward();
+  void ensure_unsharded(ParamGroup& group);
+  void start_gather(ParamGroup& group);
+  void remember(ParamGroup& group);
+  void prefetch();
+  void plan_reduce(ParamGroup& group);
+  void free_unrelated(const ParamGroup& group);
+  void issue_ready(bool flush);
+  void finish_reduces();
+  bool ready(const ParamGroup& group) const;
+  std::vector<std::shared_ptr<ParamGroup>> live_groups() const;
+  Mode mode() const { return backward_ ? Mode::kBackward : Mode::kForward; }
+
+  std::recursive_mutex mutex_;
+  std::vector<std::weak_ptr<ParamGroup>> groups_;
+  int64_t id_;
+  int64_t gathers_ = 0;     // started so far; the same on all ranks
+  int64_t backwards_ = 0;   // begun so far
+
+  /// (mode, group before, group) -> the group that came next. 0 stands for "the pass began".
+  using Step = std::tuple<Mode, const ParamGroup*, const ParamGroup*>;
+  struct StepHash {
+    size_t operator()(const Step& step) const;
+  };
+  std::unordered_map<Step, std::weak_ptr<ParamGroup>, StepHash> successors_;
+  std::vector<const ParamGroup*> pass_;  // groups gathered in this pass, in order
+
+  std::vector<std::weak_ptr<ParamGroup>> order_;  // by first gather since the last forward began
+  bool backward_done_ = false;                    // since then
+  const Backward* backward_ = nullptr;            // the open one
+  std::thread::id backward_thread_;
+  std::vector<std::shared_ptr<ParamGroup>> reduce_order_;
+  size_t reduce_cursor_ = 0;
+  std::vector<std::shared_ptr<ParamGroup>> reducing_;
+};
+
+}  // namespace fsdp2::fsdp

@@ -1,0 +1,99 @@
+// The kernels through which an op touches a gathered parameter.
+
+#include "fsdp/touch.h"
+
+#include <c10/util/SmallVector.h>
+
+#include <string_view>
+
+#include "dispatch/intercept.h"
+#include "fsdp/gathered_storage.h"
+#include "fsdp/param_group.h"
+#include "fsdp/schedule.h"
+
+namespace fsdp2::fsdp {
+namespace {
+
+/// Groups whose bytes an op reads, kept until it has run.
+class Pins {
+ public:
+  Pins() = default;
+  Pins(const Pins&) = delete;
+  Pins& operator=(const Pins&) = delete;
+  ~Pins() {
+    for (const auto& group : groups_) group->schedule->unpin(*group);
+  }
+  void touch(const GatheredStorage& storage) {
+    const auto& group = storage.group();
+    group->schedule->touch(*group, storage.index());
+    groups_.push_back(group);
+  }
+
+ private:
+  c10::SmallVector<std::shared_ptr<ParamGroup>, 2> groups_;
+};
+
+const std::string& name_of(const GatheredStorage& storage) {
+  return storage.group()->params()[storage.index()].layout.name;
+}
+
+GatheredStorage& storage_of(const c10::OperatorHandle& op, const torch::Tensor& tensor) {
+  GatheredStorage* storage = gathered_storage(tensor);
+  TORCH_CHECK(storage, op.schema().name(), ": a sharded parameter's storage was replaced. Write to the "
+              "entries of parameters() instead.");
+  return *storage;
+}
+
+void refuse_write(const c10::OperatorHandle& op, const GatheredStorage& storage) {
+  TORCH_CHECK(false, op.schema().name(), " writes to the gathered parameter '", name_of(storage),
+              "', whose value would be lost when it is resharded. Write to the entry of "
+              "parameters() or named_parameters() instead: it is a DTensor that holds this rank's shard.");
+}
+
+void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
+                    c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  Pins pins;
+  c10::SmallVector<const c10::StorageImpl*, 4> ours;
+  dispatch::map_arguments(
+      info, *stack, [&](const torch::Tensor& tensor, size_t i) -> std::optional<torch::Tensor> {
+        if (!is_gathered(tensor)) return std::nullopt;
+        GatheredStorage& storage = storage_of(op, tensor);
+        if (info.written[i]) refuse_write(op, storage);
+        if (!info.view) pins.touch(storage);
+        ours.push_back(&storage);
+        return with_keys(tensor, tensor.key_set().remove_backend(kGatheredBit));
+      });
+  op.redispatchBoxed(keys.remove_backend(kGatheredBit), stack);
+  dispatch::map_returns(
+      info, *stack, [&](const torch::Tensor& tensor) -> std::optional<torch::Tensor> {
+        if (!tensor.has_storage() || is_gathered(tensor)) return std::nullopt;
+        const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
+        if (std::find(ours.begin(), ours.end(), storage) == ours.end()) return std::nullopt;
+        return with_keys(tensor, tensor.key_set() | c10::DispatchKeySet(kGatheredBit));
+      });
+}
+
+/// A member follows its shard, which is what the user freezes and thaws, before autograd looks at it.
+void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
+                    c10::DispatchKeySet keys, torch::jit::Stack* stack, const dispatch::Next& next) {
+  dispatch::map_arguments(
+      info, *stack, [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
+        const GatheredStorage* storage = gathered_storage(tensor);
+        if (!storage) return std::nullopt;
+        const Param& param = storage->group()->params()[storage->index()];
+        if (param.is_member(tensor) &&
+            tensor.requires_grad() != param.shard.requires_grad()) {
+          tensor.set_requires_grad(param.shard.requires_grad());
+        }
+        return std::nullopt;
+      });
+  next.callBoxed(op, keys, stack);
+}
+
+}  // namespace
+
+void register_gathered() {
+  dispatch::intercept({kGatheredBit, &below_autograd, &above_autograd, /*all_layouts=*/true});
+}
+
+}  // namespace fsdp2::fsdp
