@@ -12,6 +12,7 @@
 #include <fsdp2/placement.h>
 #include <torch/types.h>
 
+#include <iosfwd>
 #include <optional>
 #include <string>
 #include <vector>
@@ -45,6 +46,8 @@ class DTensor : public torch::Tensor {
   /// "DTensor(local_tensor=..., device_mesh=..., placements=...)"
   std::string to_string() const;
 };
+
+std::ostream& operator<<(std::ostream& out, const DTensor& tensor);
 
 /// Splits a tensor that every rank passes with equal size: data of the mesh's rank 0 (of each dim) is what counts,
 /// as in PyTorch. Collective. The result is a leaf that keeps requires_grad of `tensor`.

@@ -20,8 +20,10 @@ class Placement {
   bool is_partial() const { return kind_ == Kind::kPartial; }
   /// Of a Shard: the tensor dimension that is split; negative counts from the end until a DTensor is made.
   int64_t dim() const { return dim_; }
-  /// Of a Partial: "sum", "avg", "max", "min" or "product".
+  /// Of a Partial: "sum", "avg", "max", "min", "product" or, of a PartialNorm, "norm".
   const std::string& reduce_op() const { return reduce_op_; }
+  /// Of a PartialNorm.
+  double norm_order() const { return norm_order_; }
 
   std::string to_string() const;  // Shard(dim=0), Replicate(), Partial(sum)
   bool operator==(const Placement&) const = default;
@@ -30,9 +32,11 @@ class Placement {
   friend Placement Shard(int64_t dim);
   friend Placement Replicate();
   friend Placement Partial(std::string reduce_op);
+  friend Placement PartialNorm(double order);
   Kind kind_ = Kind::kReplicate;
   int64_t dim_ = 0;
   std::string reduce_op_;
+  double norm_order_ = 0;
 };
 
 using Placements = std::vector<Placement>;
@@ -43,6 +47,8 @@ Placement Shard(int64_t dim);
 Placement Replicate();
 /// A whole tensor on every rank that still has to be reduced over them.
 Placement Partial(std::string reduce_op = "sum");
+/// What a norm over shards gives: every rank holds the norm of its own part. `order` is finite and not 0.
+Placement PartialNorm(double order);
 
 /// The part of a dimension of size `size` that `rank` of `ranks` holds under the chunk rule.
 struct Chunk {

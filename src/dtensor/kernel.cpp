@@ -1,0 +1,129 @@
+// Where every op on a DTensor arrives: finds its rule and runs it.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <unordered_map>
+
+#include "dtensor/call.h"
+#include "dtensor/rules.h"
+
+namespace fsdp2 {
+namespace dtensor {
+namespace {
+
+using Rules = std::unordered_map<std::string, Rule>;
+
+Rules build_rules() {
+  Rules rules;
+  for (const RuleTable& table :
+       {pointwise_rules(), copy_rules(), view_rules(), factory_rules(), reduction_rules(),
+        stacking_rules(), foreach_rules(), random_rules(), agreement_rules()}) {
+    for (const NamedRule& entry : table) {
+      const bool fresh = rules.emplace("aten::" + std::string(entry.name), entry.rule).second;
+      TORCH_INTERNAL_ASSERT(fresh, "two DTensor rules for ", entry.name);
+    }
+  }
+  return rules;
+}
+
+/// Rules by the schema's address, which lives as long as the op; filled once, so reads take no lock.
+class RuleCache {
+ public:
+  RuleCache() {
+    auto& dispatcher = c10::Dispatcher::singleton();
+    for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+      const auto op = dispatcher.findOp(name);
+      if (op && op->hasSchema()) rules_[&op->schema()] = find_rule(name);
+    }
+  }
+  Rule find(const c10::OperatorHandle& op) const {
+    const auto entry = rules_.find(&op.schema());
+    return entry == rules_.end() ? find_rule(op.operator_name()) : entry->second;
+  }
+
+ private:
+  ska::flat_hash_map<const c10::FunctionSchema*, Rule> rules_;
+};
+
+const RuleCache* cache = nullptr;
+
+void below(const c10::OperatorHandle& op, const dispatch::OpInfo& info, c10::DispatchKeySet,
+           torch::jit::Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  Call call{op, info, *stack};
+  if (c10::GradMode::is_enabled()) {
+    dispatch::map_arguments(info, *stack, [](const at::Tensor& tensor, size_t) {
+      if (is_dtensor(tensor)) convert_gradients_of(tensor);
+      return std::optional<at::Tensor>();
+    });
+  }
+  if (const Rule rule = cache->find(op)) {
+    rule(call);
+    return;
+  }
+  if (run_replicated(call)) return;
+  at::Tensor first;
+  dispatch::map_arguments(info, *stack, [&](const at::Tensor& tensor, size_t) {
+    if (!first.defined() && is_dtensor(tensor)) first = tensor;
+    return std::optional<at::Tensor>();
+  });
+  call.refuse(first, "this op has no rule for shards");
+}
+
+}  // namespace
+
+std::optional<size_t> Call::find(const char* name) const {
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == name) return i;
+  }
+  return std::nullopt;
+}
+
+void Call::finish(c10::IValue result) {
+  torch::jit::drop(stack, info.arguments);
+  stack.push_back(std::move(result));
+}
+
+void Call::finish_nothing() { torch::jit::drop(stack, info.arguments); }
+
+std::string Call::name() const { return c10::toString(op.operator_name()); }
+
+void Call::refuse(const at::Tensor& dtensor, const std::string& why) const {
+  std::ostringstream out;
+  out << name() << " on a DTensor";
+  if (is_dtensor(dtensor)) {
+    out << " of size " << dtensor.sizes() << " laid out as "
+        << to_string(spec_of(dtensor)->placements);
+  }
+  out << ": " << why << ". Take the whole tensor with full_tensor(), this rank's part with to_local(), "
+      << "or change the layout with redistribute()";
+  TORCH_CHECK_NOT_IMPLEMENTED(false, out.str());
+  std::abort();
+}
+
+Rule find_rule(const c10::OperatorName& name) {
+  static const Rules rules = build_rules();
+  auto entry = rules.find(name.name + "." + name.overload_name);
+  if (entry == rules.end()) entry = rules.find(name.name);
+  return entry == rules.end() ? nullptr : entry->second;
+}
+
+}  // namespace dtensor
+
+void register_dtensor() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    const dispatch::Interception interception{
+        c10::BackendComponent::PrivateUse2Bit, &dtensor::below, nullptr, /*all_layouts=*/false};
+    dtensor::cache = new dtensor::RuleCache;
+    dispatch::intercept(interception);
+  });
+}
+
+}  // namespace fsdp2

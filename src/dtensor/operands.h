@@ -1,0 +1,36 @@
+#pragma once
+
+// What every rule needs to make its operands agree on a layout.
+
+#include <c10/util/SmallVector.h>
+
+#include "dtensor/call.h"
+
+namespace fsdp2::dtensor {
+
+/// The layout and global size that the operands of an op are brought to.
+struct Target {
+  SpecPtr spec;
+  Sizes sizes;
+};
+
+/// The local part of `operand` under `target`: of a DTensor redistributed if need be, of a plain tensor of the same
+/// global size its own chunk, of a 0-dim tensor itself. An error, naming op, sizes and remedy, for any other.
+at::Tensor conform(const Call& call, const at::Tensor& operand, const Target& target);
+
+/// True for a plain tensor that is not a C++ number in disguise.
+inline bool is_plain_operand(const at::Tensor& tensor) {
+  return !is_dtensor(tensor) && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+/// Pointwise ops over their tensor arguments (not lists). What a Partial operand does to them:
+enum class Linearity {
+  kNone,      // it is reduced first
+  kKeeps,     // f(x) of any Partial is that Partial (copies)
+  kUnary,     // linear in the one tensor argument: sum and avg stay
+  kAdditive,  // linear if all tensor arguments are Partial alike
+  kScaling,   // linear in the first if the rest are numbers
+};
+void run_pointwise(Call& call, Linearity linearity);
+
+}  // namespace fsdp2::dtensor

@@ -1,0 +1,115 @@
+#include "dtensor/tensor_impl.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/util/Exception.h>
+
+#include <utility>
+
+namespace fsdp2 {
+namespace dtensor {
+
+DTensorImpl::DTensorImpl(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes)
+    : c10::TensorImpl(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), local.dtype(),
+                      local.device()),
+      local(std::move(local)),
+      spec(std::move(spec)) {
+  if (this->local.is_contiguous()) {
+    set_sizes_contiguous(sizes);
+  } else {
+    set_sizes_and_strides(sizes, strides_like(sizes, this->local));
+  }
+  set_storage_access_should_throw();
+}
+
+c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
+    const c10::VariableVersion& version, bool allow_change) const {
+  return shallow_copy_and_detach(c10::VariableVersion(version), allow_change);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> DTensorImpl::shallow_copy_and_detach(
+    c10::VariableVersion&& version, bool allow_change) const {
+  auto copy = c10::make_intrusive<DTensorImpl>(local, spec, sizes());
+  copy->observer = observer;
+  copy->finished = finished;
+  if (!copy->is_inference()) copy->set_version_counter(std::move(version));
+  copy->set_allow_tensor_metadata_change(allow_change);
+  return copy;
+}
+
+void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& source) {
+  const auto* other = static_cast<const DTensorImpl*>(source.get());
+  if (!observer.expired() && !local.is_same(other->local)) {
+    // Others hold this very local part: its bytes may change, it may not be replaced.
+    TORCH_CHECK(other->local.dtype() == local.dtype() && other->local.device() == local.device() &&
+                    other->sizes() == sizes() && same(other->spec, spec),
+                "set_data on a parameter that fully_shard manages: it is ", local.dtype(), " on ",
+                local.device(), " of size ", sizes(), " and cannot become ", other->local.dtype(),
+                " on ", other->local.device(), " of size ", other->sizes(),
+                ". Convert or move the module before fully_shard");
+    if (!local.is_alias_of(other->local)) {
+      if (auto held = observer.lock()) held->before_write();
+      at::AutoDispatchBelowADInplaceOrView guard;
+      local.copy_(other->local);
+    }
+    return;
+  }
+  local = other->local;
+  spec = other->spec;
+  finished = other->finished;
+  copy_tensor_metadata(other, this, version_counter(), allow_tensor_metadata_change());
+}
+
+const char* DTensorImpl::tensorimpl_type_name() const {
+  return "DTensor (its data lies in parts over the mesh: take to_local() or full_tensor(), and print it "
+         "with DTensor::to_string())";
+}
+
+at::Tensor wrap(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes) {
+  const bool partial = spec->partial;
+  auto impl = c10::make_intrusive<DTensorImpl>(std::move(local), std::move(spec), sizes);
+  if (partial) impl->finished = std::make_shared<Finished>();
+  return at::Tensor(std::move(impl));
+}
+
+at::Tensor wrap_alias(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes,
+                      const at::Tensor& source) {
+  auto impl = c10::make_intrusive<DTensorImpl>(std::move(local), std::move(spec), sizes);
+  impl->observer = impl_of(source)->observer;
+  if (impl->spec->partial) {
+    const bool whole = sizes == source.sizes() && impl->spec == spec_of(source);
+    impl->finished = whole ? impl_of(source)->finished : std::make_shared<Finished>();
+  }
+  return at::Tensor(std::move(impl));
+}
+
+void announce_write(const at::Tensor& tensor) {
+  DTensorImpl* impl = impl_of(tensor);
+  if (auto observer = impl->observer.lock()) observer->before_write();
+  if (impl->finished) impl->finished->value.reset();
+}
+
+}  // namespace dtensor
+
+bool is_dtensor(const torch::Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has_backend(c10::BackendComponent::PrivateUse2Bit);
+}
+
+torch::Tensor make_dtensor(const torch::Tensor& local, const DeviceMesh& mesh,
+                           const Placements& placements, c10::IntArrayRef sizes) {
+  register_dtensor();
+  return dtensor::wrap(local.requires_grad() ? local.detach() : local,
+                       dtensor::make_spec(mesh, placements), sizes);
+}
+
+const torch::Tensor& local_part(const torch::Tensor& tensor) {
+  TORCH_CHECK_TYPE(is_dtensor(tensor), "expected a DTensor, got a plain tensor");
+  return dtensor::local_of(tensor);
+}
+
+void set_write_observer(const torch::Tensor& tensor, std::weak_ptr<WriteObserver> observer) {
+  TORCH_CHECK_TYPE(is_dtensor(tensor), "expected a DTensor, got a plain tensor");
+  dtensor::impl_of(tensor)->observer = std::move(observer);
+}
+
+}  // namespace fsdp2
