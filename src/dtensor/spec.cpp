@@ -128,7 +128,8 @@ at::Tensor part_of(const at::Tensor& whole, const Spec& spec) {
 
 Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& like) {
   const auto ndim = static_cast<int64_t>(sizes.size());
-  Sizes order(ndim, 0), strides(ndim, 0);
+  std::vector<int64_t> order(ndim);
+  Sizes strides(ndim, 0);
   std::iota(order.begin(), order.end(), 0);
   if (!like.is_contiguous()) {
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
