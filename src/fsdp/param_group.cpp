@@ -23,6 +23,16 @@ struct GradientReady final : torch::autograd::PostAccumulateGradHook {
   size_t index;
 };
 
+struct ShardWrites final : WriteObserver {
+  ShardWrites(std::weak_ptr<ParamGroup> group, size_t index)
+      : group(std::move(group)), index(index) {}
+  void before_write() override {
+    if (auto owner = group.lock()) owner->before_write(index);
+  }
+  std::weak_ptr<ParamGroup> group;
+  size_t index;
+};
+
 ParamLayout layout_of(const torch::Tensor& member, const std::string& name) {
   ParamLayout layout;
   layout.name = name;
@@ -59,8 +69,10 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
     auto storage = c10::make_intrusive<GatheredStorage>(shared_from_this(), i, names[i],
                                                         layouts[i].nbytes(), device);
     c10::intrusive_ptr<c10::StorageImpl> base = std::move(storage);
-    params_.push_back(
-        {layouts[i], std::move(shard), WeakTensor(member.getIntrusivePtr()), WeakStorage(base)});
+    auto observer = std::make_shared<ShardWrites>(weak_from_this(), i);
+    set_write_observer(shard, observer);
+    params_.push_back({layouts[i], std::move(shard), WeakTensor(member.getIntrusivePtr()),
+                       WeakStorage(base), std::move(observer)});
     // The bit, on a storage that can be empty; everything else about the member stays.
     const c10::DispatchKey dense =
         c10::computeDispatchKey(member.scalar_type(), c10::Layout::Strided, device);
@@ -84,14 +96,12 @@ torch::Tensor ParamGroup::make_shard(const torch::Tensor& member, const ParamLay
   local = local.to(mesh_.device()).clone(at::MemoryFormat::Contiguous);
   torch::Tensor shard = make_dtensor(local, mesh_, placements_of(layout), layout.sizes);
   shard.set_requires_grad(member.requires_grad());
-  set_write_observer(shard, weak_from_this());
   return shard;
 }
 
 void ParamGroup::start_gather(const GatherWords& words) {
   std::vector<torch::Tensor> shards;
   for (const Param& param : params_) shards.push_back(local_part(param.shard));
-  gathered_generation_ = generation_;
   gather_ = comm_->start_gather(shards, words);
 }
 
@@ -102,14 +112,7 @@ std::vector<GatherWords> ParamGroup::finish_gather() {
     if (auto storage = params_[i].storage.lock()) {
       static_cast<GatheredStorage*>(storage.get())->fill(std::move(bytes[i]));
     }
-    // Other values than a graph may have saved: backward through it must fail as it does in plain torch.
-    if (last_generation_ >= 0 && last_generation_ != gathered_generation_) {
-      if (torch::Tensor member = params_[i].lock_member(); member.defined()) {
-        torch::autograd::impl::bump_version(member);
-      }
-    }
   }
-  last_generation_ = gathered_generation_;
   unsharded_ = true;
   return gather->words();
 }
@@ -204,8 +207,11 @@ void ParamGroup::discard_gradients() {
   }
 }
 
-void ParamGroup::before_write() {
+void ParamGroup::before_write(size_t index) {
   ++generation_;
+  if (torch::Tensor member = params_[index].lock_member(); member.defined()) {
+    torch::autograd::impl::bump_version(member);
+  }
   schedule->shards_changed(*this);
 }
 

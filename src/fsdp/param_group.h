@@ -30,6 +30,7 @@ struct Param {
   /// What the module's member is. Weak, as it owns its storage, which owns the group.
   WeakTensor member;
   WeakStorage storage;
+  std::shared_ptr<WriteObserver> observer;  // of the shard
 
   torch::Tensor lock_member() const;
   /// Whether this very tensor, not a view of it, is the member.
@@ -39,7 +40,7 @@ struct Param {
 };
 
 /// Not thread-safe by itself: the schedule's lock guards it, but for the pin count.
-class ParamGroup final : public WriteObserver, public std::enable_shared_from_this<ParamGroup> {
+class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
  public:
   ParamGroup(std::string name, DeviceMesh mesh) : name_(std::move(name)), mesh_(std::move(mesh)) {}
 
@@ -67,7 +68,9 @@ class ParamGroup final : public WriteObserver, public std::enable_shared_from_th
   void finish_reduce();
   void discard_gradients();
 
-  void before_write() override;
+  /// A shard is about to be written: gathered bytes are stale from here on, and a graph that saved the member must
+  /// fail in backward as it does in plain torch.
+  void before_write(size_t index);
   int64_t generation() const { return generation_; }
 
   const std::string& name() const { return name_; }
@@ -101,8 +104,6 @@ class ParamGroup final : public WriteObserver, public std::enable_shared_from_th
   std::vector<PendingReduce> reduces_;
   bool unsharded_ = false;
   std::atomic<int64_t> generation_{0};
-  int64_t gathered_generation_ = -1;  // of the bytes that are there or on their way
-  int64_t last_generation_ = -1;      // of the bytes that were there last
 };
 
 }  // namespace fsdp2::fsdp

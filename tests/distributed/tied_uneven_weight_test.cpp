@@ -44,7 +44,7 @@ class TiedUnevenWeight : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, TiedUnevenWeight, ::testing::Values(1, 2, 3, 4));
 
 TEST_P(TiedUnevenWeight, EveryRowLearns) {
-  for (const Wrap& wrap : {wrap_together, wrap_apart}) {
+  for (const Wrap& wrap : {Wrap(wrap_together), Wrap(wrap_apart)}) {
     on_ranks(GetParam(), [&](int) {
       auto module = std::make_shared<TiedImpl>();
       wrap(*module);
@@ -68,7 +68,7 @@ TEST_P(TiedUnevenWeight, EveryRowLearns) {
 }
 
 TEST_P(TiedUnevenWeight, DifferentIdsOnEachRank) {
-  for (const Wrap& wrap : {wrap_together, wrap_apart}) {
+  for (const Wrap& wrap : {Wrap(wrap_together), Wrap(wrap_apart)}) {
     on_ranks(GetParam(), [&](int rank) {
       auto plain = std::make_shared<TiedImpl>();
       auto module = std::make_shared<TiedImpl>();
