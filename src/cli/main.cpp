@@ -1,18 +1,25 @@
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <exception>
 #include <iostream>
+#include <string>
+#include <vector>
 
 #include "cli/commands.h"
 
 int main(int argc, char** argv) {
-  CLI::App app{"fsdp2: fully sharded training for C++ on libtorch"};
+  CLI::App app{"fsdp2: fully sharded training for C++ on libtorch", "fsdp2"};
   app.require_subcommand(1);
   int exit_code = 0;
-  fsdp2::cli::add_run(app, exit_code);
+  std::vector<std::string> program;
+  fsdp2::cli::add_run(app, program, exit_code);
+  std::vector<std::string> arguments(argv + 1, argv + argc);
+  program = fsdp2::cli::cut_program(app, arguments);
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
   try {
-    app.parse(argc, argv);
+    app.parse(arguments);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error);
+    return app.exit(error) == 0 ? 0 : 2;
   } catch (const std::exception& error) {
     std::cerr << "fsdp2: " << error.what() << std::endl;
     return 1;

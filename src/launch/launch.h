@@ -21,7 +21,7 @@ struct LaunchOptions {
   std::optional<int> master_port;
   /// From the first SIGTERM to SIGKILL. Not given: 5 s after a rank failed, 30 s after a signal to the launcher
   /// (a trainer may be saving).
-  std::optional<std::chrono::seconds> grace;
+  std::optional<std::chrono::milliseconds> grace;
 };
 
 /// Why nothing was started; `exit_code` is what the launcher should leave with.
