@@ -28,6 +28,11 @@ void GatheredStorage::drop() {
       "fsdp2::as_fsdp(module).unshard() around direct access to its data.");
 }
 
+void GatheredStorage::release_resources() {
+  c10::StorageImpl::release_resources();
+  group_.reset();
+}
+
 GatheredStorage* gathered_storage(const torch::Tensor& tensor) {
   if (!is_gathered(tensor) || !tensor.has_storage()) return nullptr;
   return dynamic_cast<GatheredStorage*>(tensor.storage().unsafeGetStorageImpl());

@@ -29,6 +29,9 @@ class GatheredStorage final : public c10::StorageImpl {
   const std::shared_ptr<ParamGroup>& group() const { return group_; }
   size_t index() const { return index_; }
 
+  /// The last strong reference is gone: the group's weak one must not keep the group.
+  void release_resources() override;
+
  private:
   std::shared_ptr<ParamGroup> group_;
   size_t index_;
