@@ -25,8 +25,12 @@ bool holds_tensors(const c10::Type& type) {
   return false;
 }
 
+OpInfo info_of(const c10::FunctionSchema& schema, const Interception& interception) {
+  return OpInfo(schema, interception.classify ? interception.classify(schema) : 0);
+}
+
 struct BelowKernel : c10::OperatorKernel {
-  BelowKernel(Below below, const c10::FunctionSchema& schema) : below(below), info(schema) {}
+  BelowKernel(Below below, OpInfo info) : below(below), info(std::move(info)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
     below(op, info, keys, stack);
@@ -37,17 +41,17 @@ struct BelowKernel : c10::OperatorKernel {
 
 /// For ops that come with no kernel of their own for a dense tensor.
 struct BelowFallback : c10::OperatorKernel {
-  explicit BelowFallback(Below below) : below(below) {}
+  explicit BelowFallback(const Interception& interception) : interception(interception) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    below(op, OpInfo(op.schema()), keys, stack);
+    interception.below(op, info_of(op.schema(), interception), keys, stack);
   }
-  Below below;
+  Interception interception;
 };
 
 struct AboveKernel : c10::OperatorKernel {
-  AboveKernel(Above above, Next next, const c10::FunctionSchema& schema)
-      : above(above), next(std::move(next)), info(schema) {}
+  AboveKernel(Above above, Next next, OpInfo info)
+      : above(above), next(std::move(next)), info(std::move(info)) {}
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
     above(op, info, keys, stack, next);
@@ -91,7 +95,7 @@ void register_fallbacks(const Interception& interception, DispatchKey autograd) 
   for (const Layout& layout : layouts_of(interception)) {
     handles().push_back(dispatcher.registerFallback(
         layout.ours,
-        KernelFunction::makeFromBoxedFunctor(std::make_unique<BelowFallback>(interception.below)),
+        KernelFunction::makeFromBoxedFunctor(std::make_unique<BelowFallback>(interception)),
         kDebug));
   }
   // Custom ops without an autograd kernel find libtorch's fallback at the known backends only.
@@ -101,8 +105,11 @@ void register_fallbacks(const Interception& interception, DispatchKey autograd) 
 
 }  // namespace
 
-OpInfo::OpInfo(const c10::FunctionSchema& schema)
-    : arguments(schema.arguments().size()), returns(schema.returns().size()), view(returns > 0) {
+OpInfo::OpInfo(const c10::FunctionSchema& schema, uint32_t flags)
+    : arguments(schema.arguments().size()),
+      returns(schema.returns().size()),
+      view(returns > 0),
+      flags(flags) {
   for (const c10::Argument& argument : schema.arguments()) {
     const bool writes = argument.alias_info() && argument.alias_info()->isWrite();
     written.push_back(writes);
@@ -138,19 +145,20 @@ void intercept(const Interception& interception) {
       handles().push_back(dispatcher.registerImpl(
           name, layout.ours,
           KernelFunction::makeFromBoxedFunctor(
-              std::make_unique<BelowKernel>(interception.below, op->schema())),
+              std::make_unique<BelowKernel>(interception.below, info_of(op->schema(), interception))),
           std::nullopt, nullptr, kDebug));
     }
     const bool dense = composite || entry.hasKernelForDispatchKey(DispatchKey::CPU) ||
                        entry.hasKernelForDispatchKey(DispatchKey::CUDA) ||
                        entry.hasKernelForDispatchKey(DispatchKey::AutogradCPU) ||
                        entry.hasKernelForDispatchKey(DispatchKey::AutogradCUDA);
-    if (!interception.above || !dense || entry.hasKernelForDispatchKey(autograd)) continue;
+    const bool seen = dense || (info_of(op->schema(), interception).flags & interception.above_composites);
+    if (!interception.above || !seen || entry.hasKernelForDispatchKey(autograd)) continue;
     handles().push_back(dispatcher.registerImpl(
         name, autograd,
         KernelFunction::makeFromBoxedFunctor(std::make_unique<AboveKernel>(
             interception.above, op->getComputedKernelForDispatchKey(DispatchKey::AutogradCPU),
-            op->schema())),
+            info_of(op->schema(), interception))),
         std::nullopt, nullptr, kDebug));
   }
 }

@@ -19,7 +19,7 @@ namespace fsdp2::dispatch {
 
 /// What a kernel needs to know of an op's schema, worked out once an op.
 struct OpInfo {
-  explicit OpInfo(const c10::FunctionSchema& schema);
+  explicit OpInfo(const c10::FunctionSchema& schema, uint32_t flags = 0);
   size_t arguments = 0;
   size_t returns = 0;
   /// Every return is an alias of an argument that is not written: sizes are needed, data is not.
@@ -29,6 +29,8 @@ struct OpInfo {
   /// Per argument: written; holds tensors (a tensor, a list, or a list of optionals).
   std::vector<bool> written;
   std::vector<bool> tensors;
+  /// The intercepting layer's own: what its `classify` said.
+  uint32_t flags = 0;
 };
 
 using Below = void (*)(const c10::OperatorHandle&, const OpInfo&, c10::DispatchKeySet,
@@ -43,6 +45,11 @@ struct Interception {
   c10::BackendComponent bit;
   Below below = nullptr;
   Above above = nullptr;  // may stay null
+  /// What the schema does not say of an op; kept in OpInfo::flags. May stay null.
+  uint32_t (*classify)(const c10::FunctionSchema& schema) = nullptr;
+  /// With one of these flags an op that is composite below autograd too (and so has no kernel to stand in for) is seen by
+  /// `above`.
+  uint32_t above_composites = 0;
   /// Also stand in for sparse, CSR, nested and quantized kernels, so that our tensors can meet such tensors.
   bool all_layouts = false;
 };

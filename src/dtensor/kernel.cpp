@@ -119,8 +119,9 @@ Rule find_rule(const c10::OperatorName& name) {
 void register_dtensor() {
   static std::once_flag once;
   std::call_once(once, [] {
-    const dispatch::Interception interception{
-        c10::BackendComponent::PrivateUse2Bit, &dtensor::below, nullptr, /*all_layouts=*/false};
+    dispatch::Interception interception;
+    interception.bit = c10::BackendComponent::PrivateUse2Bit;
+    interception.below = &dtensor::below;
     dtensor::cache = new dtensor::RuleCache;
     dispatch::intercept(interception);
   });

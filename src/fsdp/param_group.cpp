@@ -23,6 +23,47 @@ struct GradientReady final : torch::autograd::PostAccumulateGradHook {
   size_t index;
 };
 
+/// A gradient that cannot be read.
+struct StaleGradientStorage final : c10::StorageImpl {
+  StaleGradientStorage(const std::string& name, int64_t nbytes, c10::Device device)
+      : c10::StorageImpl(use_byte_size_t(), c10::SymInt(nbytes), c10::DataPtr(nullptr, device),
+                         c10::GetAllocator(device.type()), /*resizable=*/false) {
+    release_data_and_set_meta_custom_data_ptr_error_msg_(
+        "this handle of parameter '" + name +
+        "' is the module's own tensor, whose gradient went to the shard. An optimizer (or clipping) "
+        "must be given module->parameters() as they are after fully_shard.");
+  }
+};
+
+torch::Tensor stale_gradient(const ParamLayout& layout, c10::Device device) {
+  c10::intrusive_ptr<c10::StorageImpl> storage =
+      c10::make_intrusive<StaleGradientStorage>(layout.name, layout.nbytes(), device);
+  torch::Tensor gradient = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)),
+      c10::DispatchKeySet(c10::computeDispatchKey(layout.dtype, c10::Layout::Strided, device)),
+      caffe2::TypeMeta::fromScalarType(layout.dtype));
+  gradient.unsafeGetTensorImpl()->set_sizes_contiguous(layout.sizes);
+  return gradient;
+}
+
+bool is_stale(const torch::Tensor& gradient) {
+  return gradient.defined() && gradient.has_storage() &&
+         dynamic_cast<StaleGradientStorage*>(gradient.storage().unsafeGetStorageImpl());
+}
+
+/// Runs before a gradient is accumulated into a member.
+struct ClearStaleGradient final : torch::autograd::FunctionPreHook {
+  explicit ClearStaleGradient(WeakTensor member) : member(std::move(member)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+    if (auto impl = member.lock()) {
+      const torch::Tensor tensor(std::move(impl));
+      if (is_stale(tensor.grad())) tensor.mutable_grad().reset();
+    }
+    return gradients;
+  }
+  WeakTensor member;
+};
+
 struct ShardWrites final : WriteObserver {
   ShardWrites(std::weak_ptr<ParamGroup> group, size_t index)
       : group(std::move(group)), index(index) {}
@@ -72,7 +113,7 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
     auto observer = std::make_shared<ShardWrites>(weak_from_this(), i);
     set_write_observer(shard, observer);
     params_.push_back({layouts[i], std::move(shard), WeakTensor(member.getIntrusivePtr()),
-                       WeakStorage(base), std::move(observer)});
+                       WeakStorage(base), std::move(observer), torch::Tensor()});
     // The bit, on a storage that can be empty; everything else about the member stays.
     const c10::DispatchKey dense =
         c10::computeDispatchKey(member.scalar_type(), c10::Layout::Strided, device);
@@ -83,6 +124,8 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
     member.set_data(hollow);
     torch::autograd::impl::set_post_acc_grad_hooks(
         member, std::make_unique<GradientReady>(shared_from_this(), i));
+    torch::autograd::impl::add_hook(
+        member, std::make_unique<ClearStaleGradient>(WeakTensor(member.getIntrusivePtr())));
   }
 }
 
@@ -101,7 +144,17 @@ torch::Tensor ParamGroup::make_shard(const torch::Tensor& member, const ParamLay
 
 void ParamGroup::start_gather(const GatherWords& words) {
   std::vector<torch::Tensor> shards;
-  for (const Param& param : params_) shards.push_back(local_part(param.shard));
+  for (size_t i = 0; i < params_.size(); ++i) {
+    Param& param = params_[i];
+    check_member(i);
+    const torch::Tensor& local = local_part(param.shard);
+    TORCH_CHECK(local.scalar_type() == param.layout.dtype && local.device() == mesh_.device(),
+                "parameter '", param.layout.name, "' was sharded as ", param.layout.dtype, " on ",
+                mesh_.device(), ", but its shard is now ", local.scalar_type(), " on ", local.device(),
+                ": convert or move a module before fully_shard, not after");
+    if (!local.is_inference()) param.local_version = local._version();
+    shards.push_back(local);
+  }
   gather_ = comm_->start_gather(shards, words);
 }
 
@@ -137,7 +190,7 @@ bool ParamGroup::trainable() const {
 bool ParamGroup::has_gradients() const {
   for (const Param& param : params_) {
     torch::Tensor member = param.lock_member();
-    if (member.defined() && member.grad().defined()) return true;
+    if (member.defined() && member.grad().defined() && !is_stale(member.grad())) return true;
   }
   return false;
 }
@@ -147,7 +200,7 @@ void ParamGroup::start_reduce(uint32_t fingerprint) {
   for (size_t i = 0; i < params_.size(); ++i) {
     torch::Tensor member = params_[i].lock_member();
     torch::Tensor gradient;
-    if (member.defined()) {
+    if (member.defined() && !is_stale(member.grad())) {
       gradient = member.grad();
       member.mutable_grad().reset();
     }
@@ -205,6 +258,34 @@ void ParamGroup::discard_gradients() {
   for (const Param& param : params_) {
     if (torch::Tensor member = param.lock_member(); member.defined()) member.mutable_grad().reset();
   }
+}
+
+void ParamGroup::poison_gradients() {
+  for (Param& param : params_) {
+    torch::Tensor member = param.lock_member();
+    if (!member.defined() || !param.shard.requires_grad()) continue;
+    if (!param.stale_gradient.defined()) {
+      param.stale_gradient = stale_gradient(param.layout, mesh_.device());
+    }
+    member.mutable_grad() = param.stale_gradient;
+  }
+}
+
+void ParamGroup::check_member(size_t index) const {
+  const Param& param = params_[index];
+  const torch::Tensor member = param.lock_member();
+  TORCH_CHECK(!member.defined() || member.storage().unsafeGetStorageImpl() ==
+                                       param.storage._unsafe_get_target(),
+              "the data of the gathered parameter '", param.layout.name,
+              "' was replaced after fully_shard (set_data on the module's member): write to the entry "
+              "of parameters() instead, for example shard.copy_(values)");
+}
+
+void ParamGroup::notice_local_writes(size_t index) {
+  const torch::Tensor& local = local_part(params_[index].shard);
+  if (local.is_inference() || local._version() == params_[index].local_version) return;
+  params_[index].local_version = local._version();
+  before_write(index);
 }
 
 void ParamGroup::before_write(size_t index) {

@@ -31,6 +31,8 @@ struct Param {
   WeakTensor member;
   WeakStorage storage;
   std::shared_ptr<WriteObserver> observer;  // of the shard
+  torch::Tensor stale_gradient;             // what a handle from before wrapping finds as its gradient
+  uint32_t local_version = 0;               // of the shard's local part, when it was last gathered
 
   torch::Tensor lock_member() const;
   /// Whether this very tensor, not a view of it, is the member.
@@ -59,7 +61,7 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
 
   // Gradients.
   bool trainable() const;
-  /// Parameters whose whole gradient is there.
+  /// Whether some parameter's whole gradient is there.
   bool has_gradients() const;
   /// Starts the reduction of whatever gradients the members have (absent ones count as zero) and takes them away.
   void start_reduce(uint32_t fingerprint);
@@ -67,10 +69,17 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   /// Blocks; adds the mean over ranks to the shards' gradients and runs the hooks that users put on the shards.
   void finish_reduce();
   void discard_gradients();
+  /// Whoever still holds the members as if they were the parameters (an optimizer made before wrapping) would find no
+  /// gradient and silently do nothing. From here on it finds one whose use is an error, until the next accumulation.
+  void poison_gradients();
+  /// Error if a member's storage was replaced since wrapping.
+  void check_member(size_t index) const;
 
   /// A shard is about to be written: gathered bytes are stale from here on, and a graph that saved the member must
   /// fail in backward as it does in plain torch.
   void before_write(size_t index);
+  /// The same, found out late: writes that went around the DTensor, through to_local().
+  void notice_local_writes(size_t index);
   int64_t generation() const { return generation_; }
 
   const std::string& name() const { return name_; }

@@ -103,6 +103,7 @@ void Schedule::touch(ParamGroup& group, size_t param) {
   if (at::GradMode::is_enabled() && group.params()[param].shard.requires_grad()) {
     group.touched.insert(param);
   }
+  if (group.unsharded()) group.notice_local_writes(param);
   ensure_unsharded(group);
   ++group.pins;
 }
@@ -224,6 +225,7 @@ void Schedule::backward_died(const Backward* token) {
 
 void Schedule::gradient_ready(ParamGroup& group, size_t param) {
   std::lock_guard lock(mutex_);
+  group.check_member(param);
   begin_backward();
   plan_reduce(group);
   group.arrived.insert(param);
@@ -264,6 +266,7 @@ void Schedule::end_backward() {
     reducing_.push_back(group);
   }
   finish_reduces();
+  for (const auto& group : reduce_order_) group->poison_gradients();
   backward_ = nullptr;
   backward_done_ = true;
   reduce_order_.clear();

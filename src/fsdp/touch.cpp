@@ -4,10 +4,11 @@
 
 #include <c10/util/SmallVector.h>
 
-#include <string_view>
+#include <algorithm>
 
 #include "dispatch/intercept.h"
 #include "fsdp/gathered_storage.h"
+#include "fsdp/op_traits.h"
 #include "fsdp/param_group.h"
 #include "fsdp/schedule.h"
 
@@ -44,10 +45,19 @@ GatheredStorage& storage_of(const c10::OperatorHandle& op, const torch::Tensor& 
   return *storage;
 }
 
+bool writes(const c10::OperatorHandle& op, const dispatch::OpInfo& info, size_t argument) {
+  if (info.flags & kHiddenWrite) return true;
+  if (info.flags & kWritesRunningStatistics) {
+    return op.schema().arguments()[argument].name().starts_with("running_");
+  }
+  return info.written[argument] && !(info.flags & kNoWrite);
+}
+
 void refuse_write(const c10::OperatorHandle& op, const GatheredStorage& storage) {
-  TORCH_CHECK(false, op.schema().name(), " writes to the gathered parameter '", name_of(storage),
-              "', whose value would be lost when it is resharded. Write to the entry of "
-              "parameters() or named_parameters() instead: it is a DTensor that holds this rank's shard.");
+  TORCH_CHECK(false, op.schema().name(), " writes to (or keeps the memory of) the gathered parameter '",
+              name_of(storage), "', whose value would be lost when it is resharded. Write to the entry of "
+              "parameters() or named_parameters() instead: it is a DTensor that holds this rank's "
+              "shard. To pass the values on, clone() the parameter.");
 }
 
 void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
@@ -58,10 +68,12 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
       info, *stack, [&](const torch::Tensor& tensor, size_t i) -> std::optional<torch::Tensor> {
         if (!is_gathered(tensor)) return std::nullopt;
         GatheredStorage& storage = storage_of(op, tensor);
-        if (info.written[i]) refuse_write(op, storage);
-        if (!info.view) pins.touch(storage);
+        if (writes(op, info, i)) refuse_write(op, storage);
+        if (!info.view && !(info.flags & kSizesOnly)) pins.touch(storage);
+        torch::Tensor bare = with_keys(tensor, tensor.key_set().remove_backend(kGatheredBit));
+        if (info.flags & kOpaqueAlias) return bare.clone();
         ours.push_back(&storage);
-        return with_keys(tensor, tensor.key_set().remove_backend(kGatheredBit));
+        return bare;
       });
   op.redispatchBoxed(keys.remove_backend(kGatheredBit), stack);
   dispatch::map_returns(
@@ -76,10 +88,12 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
 /// A member follows its shard, which is what the user freezes and thaws, before autograd looks at it.
 void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                     c10::DispatchKeySet keys, torch::jit::Stack* stack, const dispatch::Next& next) {
+  Pins pins;
   dispatch::map_arguments(
       info, *stack, [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
         const GatheredStorage* storage = gathered_storage(tensor);
         if (!storage) return std::nullopt;
+        if (info.flags & kReadsEarly) pins.touch(*storage);
         const Param& param = storage->group()->params()[storage->index()];
         if (param.is_member(tensor) &&
             tensor.requires_grad() != param.shard.requires_grad()) {
@@ -93,7 +107,14 @@ void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
 }  // namespace
 
 void register_gathered() {
-  dispatch::intercept({kGatheredBit, &below_autograd, &above_autograd, /*all_layouts=*/true});
+  dispatch::Interception interception;
+  interception.bit = kGatheredBit;
+  interception.below = &below_autograd;
+  interception.above = &above_autograd;
+  interception.classify = &op_traits;
+  interception.above_composites = kReadsEarly;
+  interception.all_layouts = true;
+  dispatch::intercept(interception);
 }
 
 }  // namespace fsdp2::fsdp
