@@ -76,6 +76,14 @@ struct Entry {
   std::string name;
 };
 
+/// ParameterList and ParameterDict have no members: forward reads their registry. The module keeps the original, with the
+/// whole parameters; a twin that holds the shards takes its place in the registry of the parent.
+struct Twin {
+  torch::nn::Module* parent;
+  std::string name;
+  ModulePtr module;
+};
+
 /// What one call is going to do, worked out before anything changes.
 struct Plan {
   std::vector<torch::Tensor> parameters;          // to shard, each once
@@ -84,13 +92,53 @@ struct Plan {
   std::vector<Entry> shared;                      // entries that hold a member of another group
   std::vector<torch::Tensor> buffers;
   std::vector<State> inner;                       // wrapped modules below
+  std::vector<Twin> twins;
 };
+
+bool is_parameter_container(const torch::nn::Module& module) {
+  return dynamic_cast<const torch::nn::ParameterListImpl*>(&module) ||
+         dynamic_cast<const torch::nn::ParameterDictImpl*>(&module);
+}
+
+ModulePtr make_twin(torch::nn::Module& original) {
+  ModulePtr twin;
+  if (dynamic_cast<torch::nn::ParameterListImpl*>(&original)) {
+    twin = std::make_shared<torch::nn::ParameterListImpl>();
+  } else {
+    twin = std::make_shared<torch::nn::ParameterDictImpl>();
+  }
+  fsdp::registered_parameters(*twin) = fsdp::registered_parameters(original);
+  twin->train(original.is_training());
+  return twin;
+}
+
+/// The twins that the containers below `module` need, by original.
+std::unordered_map<torch::nn::Module*, ModulePtr> plan_twins(torch::nn::Module& module, Plan& plan) {
+  std::unordered_map<torch::nn::Module*, ModulePtr> twins;
+  for (const ModulePtr& parent : module.modules()) {
+    for (const auto& child : parent->named_children()) {
+      if (!is_parameter_container(*child.value())) continue;
+      bool whole = false;
+      for (const auto& item : fsdp::registered_parameters(*child.value())) {
+        whole = whole || (item.value().defined() && !is_dtensor(item.value()));
+      }
+      if (!whole) continue;
+      ModulePtr& twin = twins[child.value().get()];
+      if (!twin) twin = make_twin(*child.value());
+      plan.twins.push_back({parent.get(), child.key(), twin});
+    }
+  }
+  return twins;
+}
 
 void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
                  std::unordered_map<c10::TensorImpl*, size_t>& seen) {
+  const auto twins = plan_twins(*root, plan);
   for (const auto& item : root->named_modules(prefix)) {
     if (State state = wrapped_modules().find(*item.value())) plan.inner.push_back(state);
-    for (auto& parameter : fsdp::registered_parameters(*item.value())) {
+    const auto twin = twins.find(item.value().get());
+    torch::nn::Module& registry = twin == twins.end() ? *item.value() : *twin->second;
+    for (auto& parameter : fsdp::registered_parameters(registry)) {
       torch::Tensor& tensor = parameter.value();
       if (!tensor.defined() || is_dtensor(tensor)) continue;
       const std::string name = item.key().empty() ? parameter.key() : item.key() + "." + parameter.key();
@@ -144,6 +192,50 @@ void check_parents(const std::vector<ModulePtr>& modules, const Plan& plan) {
   }
 }
 
+/// A tensor outside that shares a parameter's memory would keep the values of today, and the memory.
+void check_aliases(const Plan& plan) {
+  std::unordered_map<c10::StorageImpl*, size_t> owners;
+  std::unordered_set<c10::TensorImpl*> bases;
+  for (const torch::Tensor& parameter : plan.parameters) {
+    size_t& count = owners[parameter.storage().unsafeGetStorageImpl()];
+    ++count;
+    // Made as a view: autograd keeps what it is a view of.
+    if (parameter.is_view() && bases.insert(parameter._base().unsafeGetTensorImpl()).second) ++count;
+  }
+  for (size_t i = 0; i < plan.parameters.size(); ++i) {
+    const c10::Storage& storage = plan.parameters[i].storage();
+    TORCH_CHECK(storage.use_count() <= owners[storage.unsafeGetStorageImpl()], "fully_shard: parameter '",
+                plan.names[i], "' shares its memory with a tensor that is not among the parameters being "
+                "sharded (a cached view, a tensor it was set from, a graph that is still alive): that "
+                "tensor would keep the old values. Drop or clone() it before fully_shard.");
+  }
+}
+
+size_t count_parameters(const torch::nn::Module& module) {
+  size_t count = 0;
+  for (const auto& below : module.modules()) {
+    count += fsdp::registered_parameters(*below).size();
+  }
+  return count;
+}
+
+/// A parameter that is registered after wrapping would be trained by each rank alone.
+std::function<void()> census(const std::vector<ModulePtr>& modules) {
+  std::vector<std::pair<std::weak_ptr<torch::nn::Module>, size_t>> counted;
+  for (const ModulePtr& module : modules) counted.emplace_back(module, count_parameters(*module));
+  return [counted] {
+    for (const auto& [weak, count] : counted) {
+      const ModulePtr module = weak.lock();
+      if (!module || count_parameters(*module) == count) continue;
+      for (const auto& item : module->named_parameters()) {
+        TORCH_CHECK(is_dtensor(item.value()), "parameter '", item.key(), "' of ", module->name(),
+                    " was registered after fully_shard: each rank would train it alone. Register "
+                    "it before wrapping.");
+      }
+    }
+  };
+}
+
 }  // namespace
 
 FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOptions& options) {
@@ -155,6 +247,7 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
     plan_module(modules[i], modules.size() > 1 ? std::to_string(i) : "", plan, seen);
   }
   check_parents(modules, plan);
+  check_aliases(plan);
 
   fsdp::register_gathered();
   register_dtensor();
@@ -189,6 +282,9 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
     const auto* storage = fsdp::gathered_storage(*entry.registered);
     *entry.registered = storage->group()->params()[storage->index()].shard;
   }
+
+  for (const Twin& twin : plan.twins) twin.parent->replace_module(twin.name, twin.module);
+  schedule->check_after_backward(census(modules));
 
   State first;
   for (const ModulePtr& module : modules) {

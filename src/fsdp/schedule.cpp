@@ -83,6 +83,12 @@ void Schedule::absorb(Schedule& other) {
     add(group);
   }
   other.groups_.clear();
+  other.checks_.clear();
+}
+
+void Schedule::check_after_backward(std::function<void()> check) {
+  std::lock_guard lock(mutex_);
+  checks_.push_back(std::move(check));
 }
 
 std::vector<std::shared_ptr<ParamGroup>> Schedule::live_groups() const {
@@ -275,6 +281,7 @@ void Schedule::end_backward() {
     group->kept_by_user = false;
     group->reshard();
   }
+  for (const auto& check : checks_) check();
 }
 
 void Schedule::abandon_backward() {

@@ -11,6 +11,7 @@
 // Reductions leave in one order: the reverse of the order of first gathers. A group that is done waits for its
 // predecessors; what is left at the end of backward is flushed in that order, absent gradients as zeros.
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -29,6 +30,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   /// Adds a group; wraps done later may merge two schedules into one. Both must be outside of backward.
   void add(const std::shared_ptr<ParamGroup>& group);
   void absorb(Schedule& other);
+  /// Runs at the end of every backward, until another schedule absorbs this one.
+  void check_after_backward(std::function<void()> check);
 
   /// An op is about to read the data of a parameter: gathers its group if need be, pins it. Unpin after the op.
   void touch(ParamGroup& group, size_t param);
@@ -64,6 +67,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
 
   std::recursive_mutex mutex_;
   std::vector<std::weak_ptr<ParamGroup>> groups_;
+  std::vector<std::function<void()>> checks_;
   int64_t id_;
   int64_t gathers_ = 0;     // started so far; the same on all ranks
   int64_t backwards_ = 0;   // begun so far

@@ -305,5 +305,71 @@ TEST_P(FullyShard, MisuseIsRefused) {
   });
 }
 
+struct ContainersImpl : torch::nn::Module {
+  torch::nn::ParameterList list;
+  torch::nn::ParameterDict dict;
+  ContainersImpl() {
+    list = register_module("list", torch::nn::ParameterList(torch::randn({5, 3}).requires_grad_(),
+                                                                  torch::randn({3}).requires_grad_()));
+    dict = register_module("dict", torch::nn::ParameterDict());
+    dict->insert("w", torch::randn({3, 5}).requires_grad_());
+  }
+  Tensor forward(Tensor x) {
+    return torch::matmul(torch::matmul(x, list[0]) + list[1], (*dict)["w"]);
+  }
+};
+TORCH_MODULE(Containers);
+
+TEST_P(FullyShard, ParameterListsAndDictsStayWholeInForward) {
+  on_ranks(GetParam(), [&](int rank) {
+    const int world = GetParam();
+    torch::manual_seed(5);
+    Containers plain, sharded;
+    copy_values(*sharded, *plain);
+    fully_shard(sharded);
+    torch::optim::AdamW plain_optimizer(plain->parameters(), torch::optim::AdamWOptions(1e-2));
+    torch::optim::AdamW optimizer(sharded->parameters(), torch::optim::AdamWOptions(1e-2));
+    for (int step = 0; step < 3; ++step) {
+      Tensor x = torch::randn({world, 4, 5});
+      Tensor expected = plain->forward(x.view({-1, 5})).pow(2).mean();
+      Tensor loss = sharded->forward(x[rank]).pow(2).mean();
+      EXPECT_NEAR(mean_over_ranks(loss), expected.item<double>(), 1e-5);
+      plain_optimizer.zero_grad();
+      optimizer.zero_grad();
+      expected.backward();
+      loss.backward();
+      expect_same_module(*sharded, *plain, 1e-5);
+      plain_optimizer.step();
+      optimizer.step();
+    }
+  });
+}
+
+TEST_P(FullyShard, AnAliasMadeBeforeWrappingIsRefused) {
+  on_ranks(GetParam(), [&](int) {
+    Net net;
+    Tensor cached;
+    {
+      torch::NoGradGuard no_grad;
+      cached = net->head->weight.view({-1});
+    }
+    expect_error([&] { fully_shard(net); }, "'head.weight' shares its memory");
+    EXPECT_FALSE(is_dtensor(net->parameters()[0])) << "nothing may have changed";
+    cached.reset();
+    fully_shard(net);
+  });
+}
+
+TEST_P(FullyShard, AParameterRegisteredAfterWrappingIsAnError) {
+  on_ranks(GetParam(), [&](int rank) {
+    Net net;
+    shard(net);
+    Batch batch(0, GetParam());
+    net->register_parameter("late", torch::ones({3}));
+    Tensor loss = net->loss(batch.ids[rank], batch.targets[rank]);
+    expect_error([&] { loss.backward(); }, "'late'");
+  });
+}
+
 }  // namespace
 }  // namespace fsdp2::testing
