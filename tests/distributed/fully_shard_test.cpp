@@ -309,10 +309,11 @@ struct ContainersImpl : torch::nn::Module {
   torch::nn::ParameterList list;
   torch::nn::ParameterDict dict;
   ContainersImpl() {
-    list = register_module("list", torch::nn::ParameterList(torch::randn({5, 3}).requires_grad_(),
-                                                                  torch::randn({3}).requires_grad_()));
+    list = register_module("list", torch::nn::ParameterList());
+    list->append(torch::randn({5, 3}, torch::requires_grad()));
+    list->append(torch::randn({3}, torch::requires_grad()));
     dict = register_module("dict", torch::nn::ParameterDict());
-    dict->insert("w", torch::randn({3, 5}).requires_grad_());
+    dict->insert("w", torch::randn({3, 5}, torch::requires_grad()));
   }
   Tensor forward(Tensor x) {
     return torch::matmul(torch::matmul(x, list[0]) + list[1], (*dict)["w"]);
