@@ -17,5 +17,8 @@ namespace fsdp2::cli {
 std::vector<std::string> cut_program(const CLI::App& app, std::vector<std::string>& arguments);
 /// `program` is read when `run` is called.
 void add_run(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
+void add_train(CLI::App& app, int& exit_code);
+void add_generate(CLI::App& app, int& exit_code);
+void add_bench(CLI::App& app, int& exit_code);
 
 }  // namespace fsdp2::cli

@@ -13,6 +13,7 @@ int main(int argc, char** argv) {
   int exit_code = 0;
   std::vector<std::string> program;
   fsdp2::cli::add_run(app, program, exit_code);
+  fsdp2::cli::add_bench(app, exit_code);
   std::vector<std::string> arguments(argv + 1, argv + argc);
   program = fsdp2::cli::cut_program(app, arguments);
   std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them

@@ -1,0 +1,68 @@
+#include "train/world.h"
+
+#include <fsdp2/collectives.h>
+#include <fsdp2/fully_shard.h>
+#include <torch/torch.h>
+
+#include <cstdlib>
+#include <exception>
+#include <thread>
+
+namespace fsdp2::train {
+
+World::World(const InitOptions& options) {
+  init_process_group(options);
+  rank_ = get_rank();
+  size_ = get_world_size();
+}
+
+World::~World() { destroy_process_group(); }
+
+void set_threads(int threads) {
+  TORCH_CHECK_VALUE(threads >= 0, "--threads must not be negative, got ", threads);
+  if (threads == 0) {
+    if (std::getenv("OMP_NUM_THREADS") != nullptr) return;
+    const char* local = std::getenv("LOCAL_WORLD_SIZE");
+    const int ranks = local != nullptr ? std::max(1, std::atoi(local)) : 1;
+    threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / ranks);
+  }
+  torch::set_num_threads(threads);
+}
+
+void shard(Llama& model, bool reshard_after_forward) {
+  FullyShardOptions options;
+  options.mesh = init_device_mesh(get_device().is_cuda() ? "cuda" : "cpu", {get_world_size()});
+  options.reshard_after_forward = reshard_after_forward;
+  for (const auto& block : *model->layers) fully_shard(block, options);
+  options.reshard_after_forward = false;
+  fully_shard(model, options);
+}
+
+void agree(const std::string& what, const std::function<void()>& body) {
+  std::string message;
+  try {
+    body();
+  } catch (const c10::Error& error) {
+    message = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  if (get_world_size() == 1) {
+    TORCH_CHECK(message.empty(), what, ": ", message);
+    return;
+  }
+  const auto messages = all_gather_bytes(message, world_group());
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    TORCH_CHECK(messages[rank].empty(), what, ": rank ", rank, ": ", messages[rank]);
+  }
+}
+
+void sum_over_ranks(std::vector<double>& values) {
+  if (get_world_size() == 1) return;
+  auto sum = torch::tensor(values, torch::TensorOptions(torch::kFloat64)).to(get_device());
+  wait(all_reduce(sum, ReduceOp::kSum, world_group()), "sum over ranks");
+  sum = sum.cpu();
+  values.assign(sum.data_ptr<double>(), sum.data_ptr<double>() + sum.numel());
+}
+
+}  // namespace fsdp2::train
