@@ -1,4 +1,6 @@
 #include <CLI/CLI.hpp>
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <exception>
 #include <iostream>
@@ -13,6 +15,8 @@ int main(int argc, char** argv) {
   int exit_code = 0;
   std::vector<std::string> program;
   fsdp2::cli::add_run(app, program, exit_code);
+  fsdp2::cli::add_train(app, exit_code);
+  fsdp2::cli::add_generate(app, exit_code);
   fsdp2::cli::add_bench(app, exit_code);
   std::vector<std::string> arguments(argv + 1, argv + argc);
   program = fsdp2::cli::cut_program(app, arguments);
@@ -21,6 +25,9 @@ int main(int argc, char** argv) {
     app.parse(arguments);
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : 2;
+  } catch (const c10::Error& error) {
+    std::cerr << "fsdp2: " << error.what_without_backtrace() << std::endl;
+    return 1;
   } catch (const std::exception& error) {
     std::cerr << "fsdp2: " << error.what() << std::endl;
     return 1;

@@ -10,6 +10,7 @@
 #include <limits>
 #include <thread>
 
+#include "train/grad_norm.h"
 #include "train/init.h"
 #include "train/process_stats.h"
 #include "train/tokens.h"
@@ -116,13 +117,7 @@ Batch StepBench::batch(int64_t micro) const {
 
 double StepBench::grad_norm() {
   if (options_.norm_impl == "off") return std::numeric_limits<double>::quiet_NaN();
-  if (options_.norm_impl == "torch") {
-    if (options_.clip > 0) return torch::nn::utils::clip_grad_norm_(parameters_, options_.clip);
-    torch::NoGradGuard no_grad;
-    std::vector<torch::Tensor> norms;
-    for (const auto& parameter : parameters_) norms.push_back(parameter.grad().norm(2));
-    return torch::stack(norms).norm(2).item<double>();
-  }
+  if (options_.norm_impl == "torch") return clip_grads(parameters_, options_.clip);
   torch::NoGradGuard no_grad;
   std::vector<torch::Tensor> grads;
   std::vector<double> square{0};

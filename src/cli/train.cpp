@@ -1,0 +1,113 @@
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <map>
+#include <memory>
+
+#include "cli/commands.h"
+#include "train/generate.h"
+#include "train/model_dir.h"
+#include "train/trainer.h"
+
+namespace fsdp2::cli {
+namespace {
+
+struct Preset {
+  int64_t dim, layers, heads, seq, batch, steps;
+  double lr;
+};
+const std::map<std::string, Preset> kPresets = {{"tiny", {128, 4, 4, 128, 8, 1000, 3e-3}},
+                                                {"small", {384, 6, 6, 256, 16, 4000, 1e-3}}};
+
+struct TrainArguments {
+  train::TrainOptions options;
+  std::string preset = "tiny";
+  int threads = 0;
+  int64_t sample = 200;
+};
+
+int run(TrainArguments& arguments, const CLI::App& command) {
+  auto& options = arguments.options;
+  const auto& preset = kPresets.at(arguments.preset);
+  const auto take = [&](const char* name, auto& value, auto default_value) {
+    if (command.count(name) == 0) value = default_value;
+  };
+  take("--dim", options.model.dim, preset.dim);
+  take("--layers", options.model.layers, preset.layers);
+  take("--heads", options.model.heads, preset.heads);
+  take("--seq", options.model.seq, preset.seq);
+  take("--batch", options.batch, preset.batch);
+  take("--steps", options.schedule.steps, preset.steps);
+  take("--lr", options.schedule.peak, preset.lr);
+  take("--warmup", options.schedule.warmup, std::min<int64_t>(100, options.schedule.steps / 10));
+  options.model.vocab = train::kByteVocab;
+  options.model = train::resolve(options.model);
+  train::set_threads(arguments.threads);
+
+  const train::World world;
+  const auto result = train::train(options, world);
+  if (world.rank() == 0 && result.signal == 0) {
+    std::printf("validation loss %.4f nats/byte\n", result.validation_loss);
+    if (!options.out.empty() && arguments.sample > 0) {
+      auto model = train::load_model(options.out);
+      const auto text = train::generate(model, "", {.tokens = arguments.sample, .seed = options.seed});
+      std::printf("sample:\n%s\n", text.c_str());
+    }
+    std::fflush(stdout);
+  }
+  return result.signal == 0 ? 0 : 128 + result.signal;
+}
+
+}  // namespace
+
+void add_train(CLI::App& app, int& exit_code) {
+  auto* train = app.add_subcommand("train", "Train a language model on text, sharded over all ranks");
+  auto arguments = std::make_shared<TrainArguments>();
+  auto& o = arguments->options;
+  std::vector<std::string> presets;
+  for (const auto& [name, preset] : kPresets) presets.push_back(name);
+
+  train->set_config("--config", "", "Read options from a TOML file; the command line wins");
+  train->add_option("--data", o.data.paths, "Files and folders of text")->required();
+  train->add_option("--extensions", o.data.extensions, "Of the files to take from folders, e.g. h,cpp; default: all")
+      ->delimiter(',');
+  train->add_option("--val-fraction", o.data.validation, "Part of the text that is held out")->capture_default_str();
+  train->add_option("--out", o.out, "Folder to write model.safetensors and config.json to");
+  train->add_option("--metrics", o.metrics, "File to write a JSON object a step to");
+
+  train->add_option("--preset", arguments->preset, "Sizes that the options below change")
+      ->check(CLI::IsMember(presets))
+      ->capture_default_str();
+  train->add_option("--dim", o.model.dim, "Width");
+  train->add_option("--layers", o.model.layers, "Blocks");
+  train->add_option("--heads", o.model.heads, "Attention heads");
+  train->add_option("--kv-heads", o.model.kv_heads, "Key and value heads; default: as --heads");
+  train->add_option("--ffn", o.model.ffn, "Feed-forward width; default: 8/3 of --dim, rounded up to 64");
+  train->add_option("--seq", o.model.seq, "Bytes a window");
+  train->add_flag("--tied", o.model.tied, "Use the embedding as output head");
+
+  train->add_option("--batch", o.batch, "Windows a rank and micro-batch");
+  train->add_option("--accum", o.accum, "Micro-batches a step")->capture_default_str();
+  train->add_option("--steps", o.schedule.steps, "Optimizer steps");
+  train->add_option("--lr", o.schedule.peak, "Highest learning rate");
+  train->add_option("--lr-final", o.schedule.final_fraction, "Last learning rate, as a part of the highest")
+      ->capture_default_str();
+  train->add_option("--warmup", o.schedule.warmup, "Steps of warm-up; default: a tenth, at most 100");
+  train->add_option("--weight-decay", o.weight_decay, "Of matrices")->capture_default_str();
+  train->add_option("--clip", o.clip, "Largest gradient norm; 0: no clipping")->capture_default_str();
+  train->add_option("--seed", o.seed, "Of weights and order of data")->capture_default_str();
+  train->add_option("--reshard-after-forward", o.reshard_after_forward, "Free blocks after forward")
+      ->capture_default_str();
+  train->add_option("--val-every", o.val_every, "Steps between validations; 0: only at the end")
+      ->capture_default_str();
+  train->add_option("--val-batches", o.val_batches, "Batches a validation")->capture_default_str();
+  train->add_option("--log-every", o.log_every, "Steps between lines where stderr is no terminal")
+      ->capture_default_str();
+  train->add_option("--sample", arguments->sample, "Bytes of text to make at the end, with --out")
+      ->capture_default_str();
+  train->add_option("--threads", arguments->threads,
+                    "Compute threads a rank; 0: OMP_NUM_THREADS, or the cores shared among the ranks of this host")
+      ->capture_default_str();
+  train->callback([arguments, train, &exit_code] { exit_code = run(*arguments, *train); });
+}
+
+}  // namespace fsdp2::cli

@@ -1,0 +1,150 @@
+#include "train/data.h"
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "train/permutation.h"
+#include "train/random.h"
+
+namespace fsdp2::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Found {
+  std::string name;  // relative to the path that was given: the same on every machine
+  fs::path path;
+};
+
+bool wanted(const fs::path& path, const std::vector<std::string>& extensions) {
+  if (extensions.empty()) return true;
+  return std::any_of(extensions.begin(), extensions.end(), [&](const std::string& extension) {
+    return path.extension() == (extension.starts_with('.') ? extension : "." + extension);
+  });
+}
+
+std::vector<Found> find_files(const DataOptions& options) {
+  TORCH_CHECK_VALUE(!options.paths.empty(), "no data: give at least one file or folder");
+  std::vector<Found> found;
+  for (const auto& given : options.paths) {
+    const fs::path root(given);
+    TORCH_CHECK_VALUE(fs::exists(root), "data: there is no file or folder ", given);
+    if (!fs::is_directory(root)) {
+      found.push_back({root.filename().string(), root});
+      continue;
+    }
+    for (const auto& entry : fs::recursive_directory_iterator(root)) {
+      if (entry.is_regular_file() && wanted(entry.path(), options.extensions)) {
+        found.push_back({entry.path().lexically_relative(root).generic_string(), entry.path()});
+      }
+    }
+  }
+  std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) {
+    return std::pair(a.name, a.path) < std::pair(b.name, b.path);
+  });
+  return found;
+}
+
+}  // namespace
+
+void ByteStream::append(const Piece& piece) {
+  if (piece.size == 0) return;
+  pieces_.push_back(piece);
+  starts_.push_back(starts_.back() + piece.size);
+}
+
+void ByteStream::read(int64_t offset, int64_t count, int64_t* out) const {
+  auto at = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1);
+  while (count > 0) {
+    const auto& piece = pieces_[at];
+    const int64_t from = offset - starts_[at];
+    const int64_t take = std::min(count, piece.size - from);
+    for (int64_t i = 0; i < take; ++i) {
+      const bool end = !piece.open && from + i == piece.size - 1;
+      out[i] = end ? 0 : static_cast<unsigned char>(piece.data[from + i]);
+    }
+    offset += take;
+    out += take;
+    count -= take;
+    ++at;
+  }
+}
+
+Dataset::Dataset(const DataOptions& options) : seq_(options.seq), seed_(options.seed) {
+  TORCH_CHECK_VALUE(options.seq >= 1, "data: seq must be at least 1, got ", options.seq);
+  TORCH_CHECK_VALUE(options.validation > 0 && options.validation < 1,
+                    "data: the validation part must be between 0 and 1, got ", options.validation);
+  const auto found = find_files(options);
+  int64_t total = 0, held_out = 0;
+  std::vector<bool> hold;
+  for (const auto& file : found) {
+    files_.emplace_back(file.path.string());
+    const auto size = static_cast<int64_t>(files_.back().size());
+    hold.push_back(mix64(fnv1a64(file.name)) >> 11 < static_cast<uint64_t>(options.validation * 0x1p53));
+    total += size;
+    if (hold.back()) held_out += size;
+  }
+  std::string where;
+  for (const auto& path : options.paths) where += (where.empty() ? "" : ", ") + path;
+  TORCH_CHECK_VALUE(total > 0, "data: no text in ", where,
+                    options.extensions.empty() ? "" : " (of the given extensions)");
+
+  const double share = static_cast<double>(held_out) / static_cast<double>(total);
+  const bool by_document = share > options.validation / 2 && share < (1 + options.validation) / 2;
+  for (size_t i = 0; i < files_.size(); ++i) {
+    const auto size = static_cast<int64_t>(files_[i].size());
+    if (by_document) {
+      (hold[i] ? validation_ : train_).append({files_[i].data(), size + 1});
+    } else {
+      const auto kept = static_cast<int64_t>(static_cast<double>(size) * (1 - options.validation));
+      train_.append({files_[i].data(), kept, /*open=*/true});
+      validation_.append({files_[i].data() + kept, size - kept + 1});
+    }
+  }
+  for (const auto* split : {&train_, &validation_}) {
+    TORCH_CHECK_VALUE(split->size() > seq_, "data: the ", split == &train_ ? "training" : "validation", " part of ",
+                      where, " has ", split->size(), " tokens, but one window takes ", seq_ + 1);
+  }
+}
+
+Batch Dataset::train_batch(int64_t micro, int64_t rank, int64_t ranks, int64_t batch) const {
+  // One window less than fits, so that every epoch can start its windows at another offset.
+  const int64_t per_epoch = std::max<int64_t>(1, (train_.size() - 1) / seq_ - 1);
+  const int64_t slack = train_.size() - 1 - per_epoch * seq_;
+  std::vector<int64_t> offsets;
+  for (int64_t row = 0; row < batch; ++row) {
+    const int64_t index = (micro * ranks + rank) * batch + row;
+    const auto epoch = static_cast<uint64_t>(index / per_epoch);
+    const uint64_t key = mix64(seed_ + (epoch + 1) * kGolden);
+    const auto shift = static_cast<int64_t>(key % static_cast<uint64_t>(std::min(seq_, slack) + 1));
+    offsets.push_back(static_cast<int64_t>(permute(index % per_epoch, per_epoch, key)) * seq_ + shift);
+  }
+  return windows(train_, offsets);
+}
+
+int64_t Dataset::validation_batches(int64_t limit, int64_t ranks, int64_t batch) const {
+  const int64_t windows = (validation_.size() - 1) / seq_;
+  return std::min(limit, (windows + ranks * batch - 1) / (ranks * batch));
+}
+
+Batch Dataset::validation_batch(int64_t index, int64_t count, int64_t rank, int64_t ranks, int64_t batch) const {
+  const int64_t last = validation_.size() - 1 - seq_;
+  const int64_t steps = std::max<int64_t>(1, count * ranks * batch - 1);
+  std::vector<int64_t> offsets;
+  for (int64_t row = 0; row < batch; ++row) offsets.push_back(((index * ranks + rank) * batch + row) * last / steps);
+  return windows(validation_, offsets);
+}
+
+Batch Dataset::windows(const ByteStream& stream, const std::vector<int64_t>& offsets) const {
+  auto tokens = torch::empty({static_cast<int64_t>(offsets.size()), seq_ + 1}, torch::kInt64);
+  auto* out = tokens.data_ptr<int64_t>();
+  for (const int64_t offset : offsets) {
+    stream.read(offset, seq_ + 1, out);
+    out += seq_ + 1;
+  }
+  return {tokens.narrow(1, 0, seq_).contiguous(), tokens.narrow(1, 1, seq_).contiguous()};
+}
+
+}  // namespace fsdp2::train

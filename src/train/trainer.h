@@ -1,0 +1,41 @@
+#pragma once
+
+// `fsdp2 train`: trains the decoder on text, sharded over all ranks.
+
+#include <string>
+
+#include "train/data.h"
+#include "train/llama.h"
+#include "train/schedule.h"
+#include "train/world.h"
+
+namespace fsdp2::train {
+
+struct TrainOptions {
+  LlamaConfig model;  // resolved
+  DataOptions data;   // its seq and seed follow from the fields here
+  int64_t batch = 8;  // windows a rank and micro-batch
+  int64_t accum = 1;  // micro-batches a step
+  Schedule schedule;
+  double weight_decay = 0.1;  // of matrices; norm weights have none
+  double clip = 1.0;          // largest gradient norm; 0: no clipping
+  uint64_t seed = 1234;
+  bool reshard_after_forward = true;
+  int64_t val_every = 0;    // steps; 0: only at the end
+  int64_t val_batches = 8;  // of the size of a training batch on all ranks
+  int64_t log_every = 10;
+  std::string out;      // folder for the model; empty: not saved
+  std::string metrics;  // file; empty: none
+};
+
+struct TrainResult {
+  int64_t steps = 0;
+  int signal = 0;  // that stopped the run early, or 0
+  double validation_loss = 0;  // nats a byte; not measured when stopped early
+};
+
+/// Collective. Errors in the options, data and folders are raised on all ranks before training starts; a loss that is
+/// not finite, at its step. SIGTERM or SIGINT on any rank stops all ranks after the same step; the model is saved.
+TrainResult train(const TrainOptions& options, const World& world);
+
+}  // namespace fsdp2::train
