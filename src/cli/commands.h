@@ -1,7 +1,7 @@
 #pragma once
 
-// The subcommands of the fsdp2 binary. Each adds itself to the CLI11 app and leaves its exit code in `exit_code` when
-// it was the one called.
+// The subcommands of the fsdp2 binary. Each adds itself to the CLI11 app and leaves its exit code
+// in `exit_code` when it was the one called.
 
 #include <string>
 #include <vector>
@@ -12,8 +12,9 @@ class App;
 
 namespace fsdp2::cli {
 
-/// Takes the program that `fsdp2 run` is to start, with all that follows, off the end of `arguments` (those of
-/// fsdp2, without argv[0]): options there are not ours. Needs add_run. Empty for every other subcommand.
+/// Takes the program that `fsdp2 run` is to start, with all that follows, off the end of
+/// `arguments` (those of fsdp2, without argv[0]): options there are not ours. Needs add_run. Empty
+/// for every other subcommand.
 std::vector<std::string> cut_program(const CLI::App& app, std::vector<std::string>& arguments);
 /// `program` is read when `run` is called.
 void add_run(CLI::App& app, const std::vector<std::string>& program, int& exit_code);

@@ -1,3 +1,5 @@
+#include "cli/commands.h"
+
 #include <CLI/CLI.hpp>
 #include <c10/util/Exception.h>
 
@@ -6,8 +8,6 @@
 #include <iostream>
 #include <string>
 #include <vector>
-
-#include "cli/commands.h"
 
 int main(int argc, char** argv) {
   CLI::App app{"fsdp2: fully sharded training for C++ on libtorch", "fsdp2"};

@@ -1,10 +1,10 @@
+#include "cli/commands.h"
+#include "launch/launch.h"
+
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <iostream>
 #include <memory>
-
-#include "cli/commands.h"
-#include "launch/launch.h"
 
 namespace fsdp2::cli {
 namespace {
@@ -52,7 +52,8 @@ std::vector<std::string> cut_program(const CLI::App& app, std::vector<std::strin
   }
   const size_t end = std::min(i, arguments.size());
   const size_t begin = end < arguments.size() && arguments[end] == "--" ? end + 1 : end;
-  std::vector<std::string> program(arguments.begin() + static_cast<std::ptrdiff_t>(begin), arguments.end());
+  std::vector<std::string> program(arguments.begin() + static_cast<std::ptrdiff_t>(begin),
+                                   arguments.end());
   arguments.resize(end);
   return program;
 }
@@ -61,24 +62,30 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, int& exit_c
   CLI::App* run = app.add_subcommand("run", "Start a program on several ranks and watch over it");
   run->footer(kExplanation);
   auto options = std::make_shared<RunOptions>();
-  run->add_option("-n,--nproc-per-node,--nproc_per_node", options->processes, "Ranks on this host (default: 1)");
+  run->add_option("-n,--nproc-per-node,--nproc_per_node", options->processes,
+                  "Ranks on this host (default: 1)");
   run->add_option("--nnodes", options->nodes, "Hosts (default: 1)");
-  run->add_option("--node-rank,--node_rank", options->node_rank, "Which of the hosts this is (default: 0)");
-  run->add_option("--master-addr,--master_addr", options->master_addr, "Host of rank 0 (default: 127.0.0.1)");
+  run->add_option("--node-rank,--node_rank", options->node_rank,
+                  "Which of the hosts this is (default: 0)");
+  run->add_option("--master-addr,--master_addr", options->master_addr,
+                  "Host of rank 0 (default: 127.0.0.1)");
   const CLI::Option* port = run->add_option("--master-port,--master_port", options->port,
                                             "Port on which rank 0 listens (default: a free one)");
   const CLI::Option* grace =
-      run->add_option("--grace", options->grace_seconds,
-                      "Seconds from SIGTERM to SIGKILL (default: 5 after a rank failed, 30 after a signal)")
+      run->add_option(
+             "--grace", options->grace_seconds,
+             "Seconds from SIGTERM to SIGKILL (default: 5 after a rank failed, 30 after a signal)")
           ->check(CLI::NonNegativeNumber);
   const auto ignored = [](int64_t) {};
   run->add_flag_function("--standalone", ignored, "One host; as it is without --nnodes");
-  run->add_flag_function("--no-python,--no_python", ignored, "Accepted as torchrun's; no program is taken for a Python file");
+  run->add_flag_function("--no-python,--no_python", ignored,
+                         "Accepted as torchrun's; no program is taken for a Python file");
   run->callback([options, port, grace, &program, &exit_code] {
     options->command = program;
     if (port->count() > 0) options->master_port = options->port;
     if (grace->count() > 0) {
-      options->grace = std::chrono::milliseconds(static_cast<int64_t>(options->grace_seconds * 1000));
+      options->grace =
+          std::chrono::milliseconds(static_cast<int64_t>(options->grace_seconds * 1000));
     }
     try {
       exit_code = launch::launch(*options);

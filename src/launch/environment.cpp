@@ -1,11 +1,10 @@
 #include "launch/environment.h"
 
+#include <algorithm>
 #include <sched.h>
 #include <stdlib.h>
-#include <unistd.h>
-
-#include <algorithm>
 #include <string_view>
+#include <unistd.h>
 
 namespace fsdp2::launch {
 namespace {
@@ -18,7 +17,8 @@ int usable_cores() {
 
 }  // namespace
 
-Variables worker_variables(const LaunchOptions& options, int local_rank, const std::string& run_id) {
+Variables worker_variables(const LaunchOptions& options, int local_rank,
+                           const std::string& run_id) {
   const std::string rank = std::to_string(options.node_rank * options.processes + local_rank);
   const std::string world_size = std::to_string(options.nodes * options.processes);
   Variables variables{
@@ -49,7 +49,8 @@ Variables worker_variables(const LaunchOptions& options, int local_rank, const s
 std::vector<std::string> merged_environment(const Variables& variables) {
   std::vector<std::string> merged;
   for (char** entry = environ; *entry != nullptr; ++entry) {
-    const std::string_view name = std::string_view(*entry).substr(0, std::string_view(*entry).find('='));
+    const std::string_view name =
+        std::string_view(*entry).substr(0, std::string_view(*entry).find('='));
     const auto replaced = [&](const auto& variable) { return variable.first == name; };
     if (std::none_of(variables.begin(), variables.end(), replaced)) merged.emplace_back(*entry);
   }

@@ -1,17 +1,16 @@
 #include "launch/launch.h"
 
-#include <fcntl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <csignal>
-#include <iostream>
-#include <system_error>
-
 #include "launch/port.h"
 #include "launch/process.h"
 #include "launch/supervisor.h"
+
+#include <cerrno>
+#include <csignal>
+#include <fcntl.h>
+#include <iostream>
+#include <sys/wait.h>
+#include <system_error>
+#include <unistd.h>
 
 namespace fsdp2::launch {
 namespace {
@@ -21,8 +20,10 @@ namespace {
 /// Checks everything that can be known before a process is started, and decides the port.
 LaunchOptions checked(LaunchOptions options) {
   if (options.command.empty()) refuse("no program given: fsdp2 run -n 2 PROGRAM [ARGUMENTS]");
-  if (options.processes < 1) refuse("--nproc-per-node must be at least 1, not " + std::to_string(options.processes));
-  if (options.nodes < 1) refuse("--nnodes must be at least 1, not " + std::to_string(options.nodes));
+  if (options.processes < 1)
+    refuse("--nproc-per-node must be at least 1, not " + std::to_string(options.processes));
+  if (options.nodes < 1)
+    refuse("--nnodes must be at least 1, not " + std::to_string(options.nodes));
   if (options.node_rank < 0 || options.node_rank >= options.nodes) {
     refuse("--node-rank must be from 0 to " + std::to_string(options.nodes - 1) + ", not " +
            std::to_string(options.node_rank));
@@ -38,14 +39,16 @@ LaunchOptions checked(LaunchOptions options) {
     options.master_port = free_port();
   } else if (options.node_rank == 0 && !port_is_free(*options.master_port)) {
     refuse("port " + std::to_string(*options.master_port) +
-           " is in use on this host: choose another with --master-port, or leave the option out to get a free one");
+           " is in use on this host: choose another with --master-port, or leave the option out to "
+           "get a free one");
   }
   return options;
 }
 
 int supervisor_process(const LaunchOptions& options, const std::string& program, int parent_pipe,
                        const sigset_t& signal_mask) {
-  // Its own session: a signal to the launcher's process group, SIGKILL included, must not reach it directly.
+  // Its own session: a signal to the launcher's process group, SIGKILL included, must not reach it
+  // directly.
   setsid();
   try {
     return supervise(options, program, parent_pipe, signal_mask);
@@ -60,13 +63,14 @@ int supervisor_process(const LaunchOptions& options, const std::string& program,
 
 }  // namespace
 
-// Two processes, each of which cleans up if the other is killed: this one, which gets the signals, and below it the
-// supervisor, which has the ranks.
+// Two processes, each of which cleans up if the other is killed: this one, which gets the signals,
+// and below it the supervisor, which has the ranks.
 int launch(const LaunchOptions& given) {
   const std::string program = given.command.empty() ? "" : find_program(given.command.front());
   const LaunchOptions options = checked(given);
   int life_line[2];  // its writing end is open as long as this process lives
-  if (pipe2(life_line, O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
+  if (pipe2(life_line, O_CLOEXEC) != 0)
+    throw std::system_error(errno, std::generic_category(), "pipe");
   sigset_t watched = forwarded_signals();
   sigaddset(&watched, SIGCHLD);
   sigset_t previous;
@@ -92,8 +96,8 @@ int launch(const LaunchOptions& given) {
   kill_descendants();
   sigprocmask(SIG_SETMASK, &previous, nullptr);
   if (WIFEXITED(status)) return WEXITSTATUS(status);
-  std::cerr << "fsdp2 run: the launcher's supervisor was killed by " << signal_name(WTERMSIG(status))
-            << "; all ranks have been killed" << std::endl;
+  std::cerr << "fsdp2 run: the launcher's supervisor was killed by "
+            << signal_name(WTERMSIG(status)) << "; all ranks have been killed" << std::endl;
   return 128 + WTERMSIG(status);
 }
 

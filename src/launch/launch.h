@@ -19,14 +19,15 @@ struct LaunchOptions {
   std::string master_addr = "127.0.0.1";
   /// Not given: a free one. Must be given if there are several nodes.
   std::optional<int> master_port;
-  /// From the first SIGTERM to SIGKILL. Not given: 5 s after a rank failed, 30 s after a signal to the launcher
-  /// (a trainer may be saving).
+  /// From the first SIGTERM to SIGKILL. Not given: 5 s after a rank failed, 30 s after a signal to
+  /// the launcher (a trainer may be saving).
   std::optional<std::chrono::milliseconds> grace;
 };
 
 /// Why nothing was started; `exit_code` is what the launcher should leave with.
 struct LaunchError : std::runtime_error {
-  LaunchError(int exit_code, const std::string& what) : std::runtime_error(what), exit_code(exit_code) {}
+  LaunchError(int exit_code, const std::string& what)
+      : std::runtime_error(what), exit_code(exit_code) {}
   int exit_code;
 };
 
@@ -34,11 +35,12 @@ constexpr int kBadOptions = 2;
 constexpr int kCannotExecute = 126;
 constexpr int kNotFound = 127;
 
-/// Runs the program on every rank until all have ended, and returns the launcher's exit code: 0 if every rank left
-/// with 0; the code of the rank that failed first, or 128 + its signal; 128 + signal if the launcher was told to
-/// stop. No process that a rank started is left when it returns, nor when the launcher itself is killed.
-/// Throws LaunchError, before any process is started, if an option is wrong, the program is not there or the port
-/// is in use. To be called in a process without other threads and children; changes its signal mask.
+/// Runs the program on every rank until all have ended, and returns the launcher's exit code: 0 if
+/// every rank left with 0; the code of the rank that failed first, or 128 + its signal; 128 +
+/// signal if the launcher was told to stop. No process that a rank started is left when it returns,
+/// nor when the launcher itself is killed. Throws LaunchError, before any process is started, if an
+/// option is wrong, the program is not there or the port is in use. To be called in a process
+/// without other threads and children; changes its signal mask.
 int launch(const LaunchOptions& options);
 
 }  // namespace fsdp2::launch

@@ -1,10 +1,9 @@
 #include "launch/output.h"
 
-#include <poll.h>
-#include <unistd.h>
-
 #include <cerrno>
+#include <poll.h>
 #include <system_error>
+#include <unistd.h>
 #include <utility>
 
 namespace fsdp2::launch {

@@ -9,15 +9,16 @@
 
 namespace fsdp2::launch {
 
-/// Cuts what one rank writes to one stream into lines and writes each with a prefix to `descriptor`, in one piece.
-/// A line that ends in a carriage return (a progress bar) keeps it, so that it is overwritten on a terminal by
-/// whichever line comes next. Not thread-safe.
+/// Cuts what one rank writes to one stream into lines and writes each with a prefix to
+/// `descriptor`, in one piece. A line that ends in a carriage return (a progress bar) keeps it, so
+/// that it is overwritten on a terminal by whichever line comes next. Not thread-safe.
 class LinePrefixer {
  public:
   LinePrefixer(std::string prefix, int descriptor);
 
   void write(std::string_view text);
-  /// Nothing came for a while: shows a progress line that write() kept back to see whether a newline follows.
+  /// Nothing came for a while: shows a progress line that write() kept back to see whether a
+  /// newline follows.
   void idle();
   /// The stream ended: writes what has no newline yet.
   void finish();

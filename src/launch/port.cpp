@@ -1,11 +1,10 @@
 #include "launch/port.h"
 
+#include <cerrno>
 #include <netinet/in.h>
 #include <sys/socket.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <system_error>
+#include <unistd.h>
 
 namespace fsdp2::launch {
 namespace {

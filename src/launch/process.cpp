@@ -1,25 +1,24 @@
 #include "launch/process.h"
 
+#include "launch/launch.h"
+
+#include <cerrno>
+#include <charconv>
+#include <chrono>
 #include <fcntl.h>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
-#include <termios.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <charconv>
-#include <chrono>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <system_error>
+#include <termios.h>
 #include <thread>
-
-#include "launch/launch.h"
+#include <unistd.h>
 
 namespace fsdp2::launch {
 namespace {
@@ -29,7 +28,7 @@ namespace {
 }
 
 bool is_executable_file(const std::string& path) {
-  struct stat info {};
+  struct stat info{};
   return stat(path.c_str(), &info) == 0 && S_ISREG(info.st_mode) && access(path.c_str(), X_OK) == 0;
 }
 
@@ -73,7 +72,9 @@ std::vector<pid_t> children() {
   for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
     const std::string name = entry.path().filename();
     pid_t pid = 0;
-    if (std::from_chars(name.data(), name.data() + name.size(), pid).ptr != name.data() + name.size()) continue;
+    if (std::from_chars(name.data(), name.data() + name.size(), pid).ptr !=
+        name.data() + name.size())
+      continue;
     std::ifstream file(entry.path() / "stat");
     const std::string stat{std::istreambuf_iterator<char>(file), {}};
     // pid (name, which may contain anything) state parent ...
@@ -108,9 +109,10 @@ std::string find_program(const std::string& name) {
   if (!unusable.empty()) {
     const bool folder = std::filesystem::is_directory(unusable);
     const bool python = std::filesystem::path(name).extension() == ".py";
-    throw LaunchError(kCannotExecute, "program '" + unusable + "' " +
-                                          (folder ? "is a folder" : "is not executable") +
-                                          (python ? "; for a Python program write: python3 " + name : ""));
+    throw LaunchError(kCannotExecute,
+                      "program '" + unusable + "' " +
+                          (folder ? "is a folder" : "is not executable") +
+                          (python ? "; for a Python program write: python3 " + name : ""));
   }
   if (name.find('/') != std::string::npos) {
     throw LaunchError(kNotFound, "program '" + name + "' does not exist");
@@ -168,8 +170,10 @@ Process start(const StartOptions& options) {
   } while (told < 0 && errno == EINTR);
   close(exec_error.ours);
   if (told == sizeof(reason)) {
-    throw LaunchError(kCannotExecute, "cannot execute '" + options.program + "': " + strerror(reason) +
-                                          (reason == ENOEXEC ? " (a script needs a first line like #!/bin/sh)" : ""));
+    throw LaunchError(
+        kCannotExecute,
+        "cannot execute '" + options.program + "': " + strerror(reason) +
+            (reason == ENOEXEC ? " (a script needs a first line like #!/bin/sh)" : ""));
   }
   return {pid, output.ours, error.ours};
 }
@@ -177,8 +181,8 @@ Process start(const StartOptions& options) {
 void adopt_orphans() { prctl(PR_SET_CHILD_SUBREAPER, 1); }
 
 void kill_descendants() {
-  // What a killed process leaves becomes our child, so killing children until there are none gets all. One that sits in
-  // the kernel for longer than this is left to the kernel.
+  // What a killed process leaves becomes our child, so killing children until there are none gets
+  // all. One that sits in the kernel for longer than this is left to the kernel.
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::seconds(3);
   while (std::chrono::steady_clock::now() < give_up) {
     pid_t reaped;

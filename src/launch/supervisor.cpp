@@ -1,22 +1,21 @@
 #include "launch/supervisor.h"
 
-#include <poll.h>
-#include <sys/signalfd.h>
-#include <sys/wait.h>
-#include <unistd.h>
+#include "launch/environment.h"
+#include "launch/output.h"
+#include "launch/process.h"
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <csignal>
 #include <memory>
+#include <poll.h>
 #include <random>
 #include <sstream>
+#include <sys/signalfd.h>
+#include <sys/wait.h>
 #include <system_error>
-
-#include "launch/environment.h"
-#include "launch/output.h"
-#include "launch/process.h"
+#include <unistd.h>
 
 namespace fsdp2::launch {
 namespace {
@@ -41,7 +40,9 @@ std::string describe(int status) {
 /// Dying of a signal can't be the consequence of a peer's death; an exit code or an abort can.
 bool is_surely_own(int status) { return WIFSIGNALED(status) && WTERMSIG(status) != SIGABRT; }
 
-int exit_code_of(int status) { return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status); }
+int exit_code_of(int status) {
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
 
 struct Rank {
   int rank = 0;  // global
@@ -54,7 +55,8 @@ struct Rank {
 
 class Supervisor {
  public:
-  Supervisor(const LaunchOptions& options, int parent_pipe) : options_(options), parent_pipe_(parent_pipe) {
+  Supervisor(const LaunchOptions& options, int parent_pipe)
+      : options_(options), parent_pipe_(parent_pipe) {
     sigset_t signals = forwarded_signals();
     sigaddset(&signals, SIGCHLD);
     signals_ = signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
@@ -108,7 +110,8 @@ class Supervisor {
     }
     int timeout = holds_progress ? static_cast<int>(kProgressDelay.count()) : -1;
     if (kill_at_) {
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(*kill_at_ - Clock::now()).count();
+      const auto left =
+          std::chrono::ceil<std::chrono::milliseconds>(*kill_at_ - Clock::now()).count();
       const int until_kill = static_cast<int>(std::max<int64_t>(0, left));
       timeout = timeout < 0 ? until_kill : std::min(timeout, until_kill);
     }
@@ -168,20 +171,21 @@ class Supervisor {
     std::vector<Rank*> failed;
     int status = 0;
     for (pid_t pid; (pid = waitpid(-1, &status, WNOHANG)) > 0;) {
-      const auto rank =
-          std::find_if(ranks_.begin(), ranks_.end(), [&](const Rank& r) { return r.process.pid == pid; });
+      const auto rank = std::find_if(ranks_.begin(), ranks_.end(),
+                                     [&](const Rank& r) { return r.process.pid == pid; });
       if (rank == ranks_.end()) continue;  // an orphan of a rank
       rank->running = false;
       rank->status = status;
       if (exit_code_of(status) != 0) failed.push_back(&*rank);
     }
     if (failed.empty() || first_failure_ || stop_signal_) return;
-    const auto own = std::find_if(failed.begin(), failed.end(), [](Rank* rank) { return is_surely_own(rank->status); });
+    const auto own = std::find_if(failed.begin(), failed.end(),
+                                  [](Rank* rank) { return is_surely_own(rank->status); });
     first_failure_ = own != failed.end() ? *own : failed.front();
     failed_after_ = Clock::now() - started_;
     if (!any_running()) return;
-    say("rank " + std::to_string(first_failure_->rank) + " failed (" + describe(first_failure_->status) +
-        "): ending the other ranks");
+    say("rank " + std::to_string(first_failure_->rank) + " failed (" +
+        describe(first_failure_->status) + "): ending the other ranks");
     send_all(SIGTERM);
     kill_at_ = Clock::now() + options_.grace.value_or(std::chrono::seconds(5));
   }
@@ -198,8 +202,8 @@ class Supervisor {
     if (!kill_at_) kill_at_ = Clock::now() + options_.grace.value_or(std::chrono::seconds(30));
   }
 
-  /// To each rank and its own children. What an ended rank has left is killed in the end: its process group's number
-  /// may be another's by now.
+  /// To each rank and its own children. What an ended rank has left is killed in the end: its
+  /// process group's number may be another's by now.
   void send_all(int signal) {
     for (const Rank& rank : ranks_) {
       if (rank.running) kill(-rank.process.pid, signal);
@@ -219,7 +223,8 @@ class Supervisor {
   void drain() {
     const auto limit = Clock::now() + kDrainLimit;
     for (Rank& rank : ranks_) {
-      while (rank.process.output >= 0 && Clock::now() < limit) pump(rank.process.output, *rank.output);
+      while (rank.process.output >= 0 && Clock::now() < limit)
+        pump(rank.process.output, *rank.output);
       while (rank.process.error >= 0 && Clock::now() < limit) pump(rank.process.error, *rank.error);
     }
   }
@@ -230,9 +235,11 @@ class Supervisor {
       std::ostringstream text;
       text.precision(1);
       text << "rank " << rank.rank << " failed first: " << describe(rank.status) << ", "
-           << std::fixed << std::chrono::duration<double>(failed_after_).count() << " s after the start";
+           << std::fixed << std::chrono::duration<double>(failed_after_).count()
+           << " s after the start";
       if (WIFSIGNALED(rank.status) && WTERMSIG(rank.status) == SIGKILL) {
-        text << "\n  nobody here sent it SIGKILL: often the kernel did, for lack of memory (see dmesg)";
+        text << "\n  nobody here sent it SIGKILL: often the kernel did, for lack of memory (see "
+                "dmesg)";
       }
       const auto& lines = rank.error->last_lines();
       if (!lines.empty()) text << "\n  the last that rank " << rank.rank << " wrote to stderr:";
@@ -268,11 +275,13 @@ class Supervisor {
 sigset_t forwarded_signals() {
   sigset_t signals;
   sigemptyset(&signals);
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2}) sigaddset(&signals, signal);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2})
+    sigaddset(&signals, signal);
   return signals;
 }
 
-int supervise(const LaunchOptions& options, const std::string& program, int parent_pipe, const sigset_t& signal_mask) {
+int supervise(const LaunchOptions& options, const std::string& program, int parent_pipe,
+              const sigset_t& signal_mask) {
   signal(SIGPIPE, SIG_IGN);
   adopt_orphans();
   Supervisor supervisor(options, parent_pipe);

@@ -1,19 +1,19 @@
 // fsdp2 run when all goes well: environment, output, arguments, and torchrun's contract.
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <stdlib.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <map>
-#include <sstream>
-#include <string>
-#include <vector>
-
 #include "launch/output.h"
 #include "launch/port.h"
 #include "support/command.h"
+
+#include <algorithm>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <map>
+#include <set>
+#include <sstream>
+#include <stdlib.h>
+#include <string>
+#include <unistd.h>
+#include <vector>
 
 namespace fsdp2::testing {
 namespace {
@@ -41,7 +41,8 @@ std::vector<std::string> sorted_lines(const std::string& text) {
 }
 
 /// NAME=value lines of the given rank.
-std::map<std::string, std::string> variables_of_rank(const std::string& output, const std::string& prefix) {
+std::map<std::string, std::string> variables_of_rank(const std::string& output,
+                                                     const std::string& prefix) {
   std::map<std::string, std::string> result;
   for (const std::string& line : lines(output)) {
     const size_t equals = line.find('=');
@@ -52,39 +53,49 @@ std::map<std::string, std::string> variables_of_rank(const std::string& output, 
 }
 
 TEST(Run, SetsTorchrunsEnvironment) {
-  const auto result = run_command(fsdp2_run({"-n", "3", "env"}), {{"OMP_NUM_THREADS", ""}, {"RANK", "99"}});
+  const auto result =
+      run_command(fsdp2_run({"-n", "3", "env"}), {{"OMP_NUM_THREADS", ""}, {"RANK", "99"}});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   for (int rank = 0; rank < 3; ++rank) {
     auto variables = variables_of_rank(result.out, "[rank " + std::to_string(rank) + "] ");
-    for (const char* name : {"RANK", "LOCAL_RANK", "ROLE_RANK"}) EXPECT_EQ(variables[name], std::to_string(rank)) << name;
-    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"}) EXPECT_EQ(variables[name], "3") << name;
+    for (const char* name : {"RANK", "LOCAL_RANK", "ROLE_RANK"})
+      EXPECT_EQ(variables[name], std::to_string(rank)) << name;
+    for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"})
+      EXPECT_EQ(variables[name], "3") << name;
     EXPECT_EQ(variables["GROUP_RANK"], "0");
     EXPECT_EQ(variables["GROUP_WORLD_SIZE"], "1");
     EXPECT_EQ(variables["MASTER_ADDR"], "127.0.0.1");
     EXPECT_GT(std::stoi(variables["MASTER_PORT"]), 0);
-    EXPECT_EQ(variables["OMP_NUM_THREADS"], std::to_string(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN) / 3)));
+    EXPECT_EQ(variables["OMP_NUM_THREADS"],
+              std::to_string(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN) / 3)));
     EXPECT_FALSE(variables["TORCHELASTIC_RUN_ID"].empty());
   }
 }
 
 TEST(Run, KeepsTheThreadsThatTheUserSet) {
-  const auto result = run_command(fsdp2_run({"-n", "2", "bash", "-c", "echo $OMP_NUM_THREADS"}), {{"OMP_NUM_THREADS", "7"}});
+  const auto result = run_command(fsdp2_run({"-n", "2", "bash", "-c", "echo $OMP_NUM_THREADS"}),
+                                  {{"OMP_NUM_THREADS", "7"}});
   EXPECT_THAT(sorted_lines(result.out), ElementsAre("[rank 0] 7", "[rank 1] 7"));
 }
 
 TEST(Run, TakesTorchrunsSpellings) {
-  const auto hyphens = run_command(fsdp2_run({"--standalone", "--nnodes=2", "--nproc-per-node=2", "--node-rank=1", "--master-addr=localhost",
-                                              "--master-port=29501", "--no-python", "bash", "-c",
-                                              "echo $RANK $LOCAL_RANK $WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT"}));
-  EXPECT_THAT(sorted_lines(hyphens.out), ElementsAre("[rank 2] 2 0 4 1 localhost 29501", "[rank 3] 3 1 4 1 localhost 29501")) << hyphens.err;
-  const auto underscores = run_command(fsdp2_run({"--nnodes", "2", "--nproc_per_node", "2", "--node_rank", "1", "--master_addr", "localhost",
-                                                  "--master_port", "29501", "--no_python", "bash", "-c",
-                                                  "echo $RANK $LOCAL_RANK $WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT"}));
+  const auto hyphens = run_command(
+      fsdp2_run({"--standalone", "--nnodes=2", "--nproc-per-node=2", "--node-rank=1",
+                 "--master-addr=localhost", "--master-port=29501", "--no-python", "bash", "-c",
+                 "echo $RANK $LOCAL_RANK $WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT"}));
+  EXPECT_THAT(sorted_lines(hyphens.out),
+              ElementsAre("[rank 2] 2 0 4 1 localhost 29501", "[rank 3] 3 1 4 1 localhost 29501"))
+      << hyphens.err;
+  const auto underscores = run_command(
+      fsdp2_run({"--nnodes", "2", "--nproc_per_node", "2", "--node_rank", "1", "--master_addr",
+                 "localhost", "--master_port", "29501", "--no_python", "bash", "-c",
+                 "echo $RANK $LOCAL_RANK $WORLD_SIZE $GROUP_RANK $MASTER_ADDR $MASTER_PORT"}));
   EXPECT_EQ(sorted_lines(underscores.out), sorted_lines(hyphens.out)) << underscores.err;
 }
 
 TEST(Run, WhatFollowsTheProgramBelongsToIt) {
-  const std::vector<std::string> program{"printf", "%s,", "-n", "9", "--help", "--", "run", "--nnodes=3", "a b"};
+  const std::vector<std::string> program{"printf", "%s,", "-n",         "9",  "--help",
+                                         "--",     "run", "--nnodes=3", "a b"};
   const std::string expected = "-n,9,--help,--,run,--nnodes=3,a b,";
   for (const bool separated : {false, true}) {
     std::vector<std::string> arguments{"-n", "1"};
@@ -94,18 +105,22 @@ TEST(Run, WhatFollowsTheProgramBelongsToIt) {
     EXPECT_EQ(result.out, expected) << result.err;
   }
   // Named like a subcommand of ours.
-  EXPECT_THAT(run_command(fsdp2_run({"-n", "2", "run", "-n", "2"})).err, HasSubstr("program 'run' was not found"));
+  EXPECT_THAT(run_command(fsdp2_run({"-n", "2", "run", "-n", "2"})).err,
+              HasSubstr("program 'run' was not found"));
 }
 
 TEST(Run, PutsTheRankBeforeEachLine) {
-  const auto result = run_command(fsdp2_run({"-n", "2", "bash", "-c", "echo out; echo err >&2; printf 'no newline'"}));
+  const auto result = run_command(
+      fsdp2_run({"-n", "2", "bash", "-c", "echo out; echo err >&2; printf 'no newline'"}));
   EXPECT_EQ(result.exit_code, 0);
-  EXPECT_THAT(sorted_lines(result.out), ElementsAre("[rank 0] no newline", "[rank 0] out", "[rank 1] no newline", "[rank 1] out"));
+  EXPECT_THAT(sorted_lines(result.out), ElementsAre("[rank 0] no newline", "[rank 0] out",
+                                                    "[rank 1] no newline", "[rank 1] out"));
   EXPECT_THAT(sorted_lines(result.err), ElementsAre("[rank 0] err", "[rank 1] err"));
 }
 
 TEST(Run, LeavesTheOutputOfOneRankAlone) {
-  const auto result = run_command(fsdp2_run({"bash", "-c", "printf 'a\\rb'; printf c >&2; exit 5"}));
+  const auto result =
+      run_command(fsdp2_run({"bash", "-c", "printf 'a\\rb'; printf c >&2; exit 5"}));
   EXPECT_EQ(result.exit_code, 5);
   EXPECT_EQ(result.out, "a\rb");
   EXPECT_EQ(result.err.substr(0, 1), "c");
@@ -113,13 +128,17 @@ TEST(Run, LeavesTheOutputOfOneRankAlone) {
 }
 
 TEST(Run, RanksHaveNothingOnStdin) {
-  const auto result = run_command({"bash", "-c", "echo given | " + test_variable("FSDP2_BIN") + " run -n 2 -- bash -c 'cat; echo end'"});
+  const auto result = run_command(
+      {"bash", "-c",
+       "echo given | " + test_variable("FSDP2_BIN") + " run -n 2 -- bash -c 'cat; echo end'"});
   EXPECT_THAT(sorted_lines(result.out), ElementsAre("[rank 0] end", "[rank 1] end"));
 }
 
 TEST(Run, OnATerminalRanksFlushEachLine) {
-  // script(1) gives the launcher a terminal; what a rank has not flushed when it is killed would be lost.
-  const std::string command = test_variable("FSDP2_BIN") + " run -n 2 -- bash -c 'test -t 1 && echo a terminal'";
+  // script(1) gives the launcher a terminal; what a rank has not flushed when it is killed would be
+  // lost.
+  const std::string command =
+      test_variable("FSDP2_BIN") + " run -n 2 -- bash -c 'test -t 1 && echo a terminal'";
   const auto result = run_command({"script", "-qec", command, "/dev/null"});
   EXPECT_THAT(result.out, HasSubstr("[rank 0] a terminal"));
   EXPECT_THAT(result.out, HasSubstr("[rank 1] a terminal"));
@@ -143,7 +162,8 @@ std::string prefixed(const std::vector<std::string>& pieces) {
   close(ends[1]);
   std::string text;
   char buffer[4096];
-  for (ssize_t got; (got = read(ends[0], buffer, sizeof(buffer))) > 0;) text.append(buffer, static_cast<size_t>(got));
+  for (ssize_t got; (got = read(ends[0], buffer, sizeof(buffer))) > 0;)
+    text.append(buffer, static_cast<size_t>(got));
   close(ends[0]);
   return text;
 }
@@ -163,7 +183,8 @@ TEST(LinePrefixer, KeepsTheLastLinesWithoutStackFrames) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
   launch::LinePrefixer prefixer("", ends[1]);
-  for (int i = 0; i < 30; ++i) prefixer.write("line " + std::to_string(i) + "\nframe #1: nowhere\n");
+  for (int i = 0; i < 30; ++i)
+    prefixer.write("line " + std::to_string(i) + "\nframe #1: nowhere\n");
   EXPECT_EQ(prefixer.last_lines().back(), "line 29");
   EXPECT_EQ(prefixer.last_lines().front(), "line 10");
   close(ends[0]);
@@ -204,7 +225,8 @@ class Torchrun : public ::testing::Test {
   }
 
   std::vector<std::string> torchrun(std::vector<std::string> arguments) const {
-    arguments.insert(arguments.begin(), {python_, "-m", "torch.distributed.run", "--standalone", "--no-python"});
+    arguments.insert(arguments.begin(),
+                     {python_, "-m", "torch.distributed.run", "--standalone", "--no-python"});
     return arguments;
   }
 
@@ -212,7 +234,8 @@ class Torchrun : public ::testing::Test {
 };
 
 TEST_F(Torchrun, StartsTheSameProgram) {
-  const std::vector<std::string> program{"--nproc-per-node", "2", test_variable("FSDP2_FAULT_WORKER"), "sum"};
+  const std::vector<std::string> program{"--nproc-per-node", "2",
+                                         test_variable("FSDP2_FAULT_WORKER"), "sum"};
   const auto theirs = run_command(torchrun(program));
   const auto ours = run_command(fsdp2_run(program));
   EXPECT_EQ(theirs.exit_code, 0) << theirs.err;
@@ -222,16 +245,21 @@ TEST_F(Torchrun, StartsTheSameProgram) {
 }
 
 TEST_F(Torchrun, SetsNoVariableThatWeDoNot) {
-  const auto theirs = run_command(torchrun({"--nproc-per-node", "1", "env"}), {{"OMP_NUM_THREADS", "1"}});
-  const auto ours = run_command(fsdp2_run({"--nproc-per-node", "1", "env"}), {{"OMP_NUM_THREADS", "1"}});
+  const std::set<std::string> of_the_agent{"TORCHELASTIC_ERROR_FILE",
+                                           "TORCHELASTIC_SIGNALS_TO_HANDLE",
+                                           "TORCH_NCCL_ASYNC_ERROR_HANDLING"};
+  const std::set<std::string> of_the_run{"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+                                         "TORCHELASTIC_USE_AGENT_STORE"};
+  const auto theirs =
+      run_command(torchrun({"--nproc-per-node", "1", "env"}), {{"OMP_NUM_THREADS", "1"}});
+  const auto ours =
+      run_command(fsdp2_run({"--nproc-per-node", "1", "env"}), {{"OMP_NUM_THREADS", "1"}});
   ASSERT_EQ(theirs.exit_code, 0) << theirs.err;
   const auto our_variables = variables_of_rank(ours.out, "");
   for (const auto& [name, value] : variables_of_rank(theirs.out, "")) {
-    // A file that the agent reads, a setting of Python's NCCL, and what depends on the run.
-    if (getenv(name.c_str()) != nullptr || name == "TORCHELASTIC_ERROR_FILE" || name == "TORCH_NCCL_ASYNC_ERROR_HANDLING") continue;
+    if (getenv(name.c_str()) != nullptr || of_the_agent.count(name) > 0) continue;
     ASSERT_EQ(our_variables.count(name), 1) << name;
-    const std::vector<std::string> differ{"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"};
-    if (std::find(differ.begin(), differ.end(), name) == differ.end()) EXPECT_EQ(our_variables.at(name), value) << name;
+    if (of_the_run.count(name) == 0) EXPECT_EQ(our_variables.at(name), value) << name;
   }
 }
 

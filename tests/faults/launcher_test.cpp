@@ -1,29 +1,30 @@
-// The launcher when something goes wrong: the message names the first failure, and no process is left.
+// The launcher when something goes wrong: the message names the first failure, and no process is
+// left.
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
+#include "support/command.h"
 
 #include <chrono>
 #include <filesystem>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
 #include <regex>
+#include <signal.h>
 #include <string>
+#include <sys/socket.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
-
-#include "support/command.h"
 
 namespace fsdp2::testing {
 namespace {
 
+using std::chrono::milliseconds;
 using ::testing::HasSubstr;
 using ::testing::Not;
-using std::chrono::milliseconds;
 
-std::vector<std::string> launch(std::vector<std::string> options, const std::vector<std::string>& program) {
+std::vector<std::string> launch(std::vector<std::string> options,
+                                const std::vector<std::string>& program) {
   options.insert(options.begin(), {test_variable("FSDP2_BIN"), "run"});
   options.emplace_back("--");
   options.insert(options.end(), program.begin(), program.end());
@@ -37,7 +38,8 @@ std::vector<std::string> launch_worker(const std::vector<std::string>& options,
   return launch(options, program);
 }
 
-std::vector<std::string> launch_shell(const std::vector<std::string>& options, const std::string& script) {
+std::vector<std::string> launch_shell(const std::vector<std::string>& options,
+                                      const std::string& script) {
   return launch(options, {"bash", "-c", script});
 }
 
@@ -45,7 +47,8 @@ std::vector<std::string> launch_shell(const std::vector<std::string>& options, c
 void expect_none_left(const std::string& output, size_t count) {
   const std::regex pattern("pid (\\d+)");
   size_t found = 0;
-  for (std::sregex_iterator match(output.begin(), output.end(), pattern), end; match != end; ++match, ++found) {
+  for (std::sregex_iterator match(output.begin(), output.end(), pattern), end; match != end;
+       ++match, ++found) {
     const pid_t pid = std::stoi((*match)[1]);
     EXPECT_TRUE(ends_within(pid, milliseconds(500))) << "process " << pid << " is left";
   }
@@ -83,7 +86,8 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(Launcher, SigtermEndsAllRanks) {
   Command command(launch_worker({"-n", "4"}, {"none", "0"}));
-  for (const char* rank : {"rank 0 of", "rank 1 of", "rank 2 of", "rank 3 of"}) command.wait_for_output(rank);
+  for (const char* rank : {"rank 0 of", "rank 1 of", "rank 2 of", "rank 3 of"})
+    command.wait_for_output(rank);
   command.signal(SIGTERM);
   const auto result = command.wait(std::chrono::seconds(10));
   EXPECT_EQ(result.exit_code, 128 + SIGTERM);
@@ -93,7 +97,8 @@ TEST(Launcher, SigtermEndsAllRanks) {
 }
 
 TEST(Launcher, SigintReachesTheRanksAsSigint) {
-  Command command(launch_shell({"-n", "2"}, "trap 'echo interrupted; exit 0' INT; echo ready; sleep 60 & wait"));
+  Command command(launch_shell({"-n", "2"},
+                               "trap 'echo interrupted; exit 0' INT; echo ready; sleep 60 & wait"));
   command.wait_for_output("[rank 0] ready");
   command.wait_for_output("[rank 1] ready");
   command.signal(SIGINT);
@@ -104,7 +109,8 @@ TEST(Launcher, SigintReachesTheRanksAsSigint) {
 }
 
 TEST(Launcher, SigusrIsPassedOnAndEndsNothing) {
-  Command command(launch_shell({"-n", "2"}, "trap 'echo told; exit 0' USR1; echo ready; while :; do sleep 0.05; done"));
+  Command command(launch_shell(
+      {"-n", "2"}, "trap 'echo told; exit 0' USR1; echo ready; while :; do sleep 0.05; done"));
   command.wait_for_output("[rank 0] ready");
   command.wait_for_output("[rank 1] ready");
   command.signal(SIGUSR1);
@@ -150,9 +156,10 @@ TEST(Launcher, PortInUseIsAnErrorBeforeAnythingStarts) {
 }
 
 TEST(Launcher, RankThatIgnoresSigtermIsKilled) {
-  const auto result = run_command(launch_shell(
-      {"-n", "3", "--grace", "0.3"},
-      "trap '' TERM; echo pid $$; if [ $RANK = 1 ]; then sleep 0.3; exit 7; fi; while :; do sleep 0.05; done"));
+  const auto result =
+      run_command(launch_shell({"-n", "3", "--grace", "0.3"},
+                               "trap '' TERM; echo pid $$; if [ $RANK = 1 ]; then sleep 0.3; exit "
+                               "7; fi; while :; do sleep 0.05; done"));
   EXPECT_EQ(result.exit_code, 7);
   EXPECT_LT(result.elapsed.count(), 5);
   EXPECT_THAT(result.err, HasSubstr("rank 2 did not end in time"));
@@ -161,7 +168,8 @@ TEST(Launcher, RankThatIgnoresSigtermIsKilled) {
 }
 
 TEST(Launcher, ASecondSignalTakesTheGraceAway) {
-  Command command(launch_shell({"-n", "2"}, "trap '' INT; echo pid $$; while :; do sleep 0.05; done"));
+  Command command(
+      launch_shell({"-n", "2"}, "trap '' INT; echo pid $$; while :; do sleep 0.05; done"));
   command.wait_for_output("[rank 0] pid");
   command.wait_for_output("[rank 1] pid");
   command.signal(SIGINT);
@@ -191,11 +199,12 @@ TEST(Launcher, NothingIsLeftWhenTheLauncherIsKilled) {
 }
 
 TEST(Launcher, NothingIsLeftWhenTheSupervisorIsKilled) {
-  Command command(launch_shell({"-n", "2"}, std::string(kWithChildren) + "echo parent $PPID.; wait"));
-  command.wait_for_output("[rank 0] parent");
+  Command command(
+      launch_shell({"-n", "2"}, std::string(kWithChildren) + "echo parent $PPID.; wait"));
+  command.wait_for_output(".");
   command.wait_for_output("[rank 1] all told");
-  const auto children = run_command({"ps", "-o", "pid=", "--ppid", std::to_string(command.pid())});
-  kill(std::stoi(children.out), SIGKILL);
+  const std::string word = "parent ";
+  kill(std::stoi(command.output().substr(command.output().find(word) + word.size())), SIGKILL);
   const auto result = command.wait(std::chrono::seconds(10));
   EXPECT_EQ(result.exit_code, 128 + SIGKILL);
   EXPECT_THAT(result.err, HasSubstr("supervisor was killed by SIGKILL"));
@@ -203,8 +212,10 @@ TEST(Launcher, NothingIsLeftWhenTheSupervisorIsKilled) {
 }
 
 TEST(Launcher, RanksEndWhenNobodyReadsTheirOutput) {
-  const std::string command = test_variable("FSDP2_BIN") + " run -n 2 -- bash -c 'while :; do echo line; done'";
-  const auto result = run_command({"bash", "-c", command + " | head -n 3; echo code ${PIPESTATUS[0]}"});
+  const std::string command =
+      test_variable("FSDP2_BIN") + " run -n 2 -- bash -c 'while :; do echo line; done'";
+  const auto result =
+      run_command({"bash", "-c", command + " | head -n 3; echo code ${PIPESTATUS[0]}"});
   EXPECT_THAT(result.out, HasSubstr("code 141"));
 }
 
@@ -213,7 +224,8 @@ TEST(Launcher, RefusesOptionsThatCannotBe) {
       {{"-n", "0"}, "--nproc-per-node must be at least 1, not 0"},
       {{"-n", "two"}, "two"},
       {{"--nnodes", "2"}, "--master-port"},
-      {{"--nnodes", "2", "--node-rank", "2", "--master-port", "29500"}, "--node-rank must be from 0 to 1, not 2"},
+      {{"--nnodes", "2", "--node-rank", "2", "--master-port", "29500"},
+       "--node-rank must be from 0 to 1, not 2"},
       {{"--master-port", "70000"}, "from 1 to 65535, not 70000"},
       {{"--no-such-option"}, "--no-such-option"},
   };

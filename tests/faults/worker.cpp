@@ -1,4 +1,5 @@
-// A rank for the tests of the launcher: all-reduces in a loop, and one rank does something on the way.
+// A rank for the tests of the launcher: all-reduces in a loop, and one rank does something on the
+// way.
 //   fault_worker sum                   a few all-reduces, prints the result, ends
 //   fault_worker early RANK            the same, but the other ranks end a second later
 //   fault_worker ACTION RANK           all-reduces until killed; RANK does ACTION after a while:
@@ -6,16 +7,17 @@
 
 #include <fsdp2/collectives.h>
 #include <fsdp2/process_group.h>
-#include <signal.h>
+
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <cstdlib>
 #include <iostream>
+#include <signal.h>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <unistd.h>
 
 namespace {
 
@@ -42,7 +44,8 @@ int main(int argc, char** argv) {
   const int actor = argc > 2 ? std::atoi(argv[2]) : -1;
   fsdp2::init_process_group();
   const int rank = fsdp2::get_rank();
-  std::cout << "pid " << getpid() << " of rank " << rank << " of " << fsdp2::get_world_size() << std::endl;
+  std::cout << "pid " << getpid() << " of rank " << rank << " of " << fsdp2::get_world_size()
+            << std::endl;
   const bool ends = action == "sum" || action == "early";
   for (int step = 0; step < 20 || !ends; ++step) {
     const float sum = all_reduced_ranks();

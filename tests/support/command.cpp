@@ -1,28 +1,29 @@
 #include "support/command.h"
 
+#include <array>
+#include <cerrno>
 #include <fcntl.h>
+#include <fstream>
 #include <gtest/gtest.h>
+#include <iterator>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
-#include <unistd.h>
-
-#include <array>
-#include <cerrno>
-#include <fstream>
-#include <iterator>
 #include <thread>
+#include <unistd.h>
 
 namespace fsdp2::testing {
 
 using Clock = std::chrono::steady_clock;
 
-Command::Command(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment)
+Command::Command(const std::vector<std::string>& arguments,
+                 const std::map<std::string, std::string>& environment)
     : name_(arguments.at(0)), started_(Clock::now()) {
   int out[2], err[2];
-  if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0) throw std::runtime_error("pipe2 failed");
+  if (pipe2(out, O_CLOEXEC) != 0 || pipe2(err, O_CLOEXEC) != 0)
+    throw std::runtime_error("pipe2 failed");
   pid_ = fork();
   if (pid_ < 0) throw std::runtime_error("fork failed");
   if (pid_ == 0) {
@@ -37,7 +38,8 @@ Command::Command(const std::vector<std::string>& arguments, const std::map<std::
       }
     }
     std::vector<char*> pointers;
-    for (const std::string& argument : arguments) pointers.push_back(const_cast<char*>(argument.c_str()));
+    for (const std::string& argument : arguments)
+      pointers.push_back(const_cast<char*>(argument.c_str()));
     pointers.push_back(nullptr);
     execvp(pointers[0], pointers.data());
     perror(pointers[0]);
@@ -82,7 +84,8 @@ bool Command::read_some(int timeout_ms) {
 
 void Command::wait_for_output(const std::string& text, std::chrono::seconds limit) {
   const auto deadline = Clock::now() + limit;
-  while (result_.out.find(text) == std::string::npos && result_.err.find(text) == std::string::npos) {
+  while (result_.out.find(text) == std::string::npos &&
+         result_.err.find(text) == std::string::npos) {
     if (Clock::now() > deadline || (out_ < 0 && err_ < 0)) {
       FAIL() << name_ << " has not printed '" << text << "' but:\n" << result_.out << result_.err;
     }
@@ -112,7 +115,8 @@ CommandResult Command::wait(std::chrono::seconds limit) {
 }
 
 CommandResult run_command(const std::vector<std::string>& arguments,
-                          const std::map<std::string, std::string>& environment, std::chrono::seconds limit) {
+                          const std::map<std::string, std::string>& environment,
+                          std::chrono::seconds limit) {
   Command command(arguments, environment);
   return command.wait(limit);
 }

@@ -2,11 +2,10 @@
 
 // Other programs inside one test: started, signalled, and read to the end.
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <map>
 #include <string>
+#include <sys/types.h>
 #include <vector>
 
 namespace fsdp2::testing {
@@ -18,11 +17,13 @@ struct CommandResult {
   std::chrono::duration<double> elapsed{};
 };
 
-/// A running program. It is killed if it still runs when this is destroyed or the limit of wait() is over.
+/// A running program. It is killed if it still runs when this is destroyed or the limit of wait()
+/// is over.
 class Command {
  public:
   /// `environment` is added to the test's own; an empty value unsets.
-  explicit Command(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment = {});
+  explicit Command(const std::vector<std::string>& arguments,
+                   const std::map<std::string, std::string>& environment = {});
   ~Command();
   Command(const Command&) = delete;
   Command& operator=(const Command&) = delete;
@@ -30,7 +31,10 @@ class Command {
   pid_t pid() const { return pid_; }
   void signal(int number) const;
   /// Waits until it has printed `text` to stdout or stderr. Test failure after `limit`.
-  void wait_for_output(const std::string& text, std::chrono::seconds limit = std::chrono::seconds(30));
+  void wait_for_output(const std::string& text,
+                       std::chrono::seconds limit = std::chrono::seconds(30));
+  /// What it has printed to stdout so far.
+  const std::string& output() const { return result_.out; }
   /// Waits for its end. Test failure after `limit`.
   CommandResult wait(std::chrono::seconds limit = std::chrono::seconds(60));
 
