@@ -1,10 +1,12 @@
 #pragma once
 
-// Collectives over a process group, with the checks c10d leaves out: sizes and dtypes are verified before
-// anything is sent, an average is divided here where the backend cannot (gloo would return the sum), and a wait
-// that times out says which collective and which group. A group of one rank does no communication.
+// Collectives over a process group, with the checks c10d leaves out: sizes and dtypes are verified
+// before anything is sent, an average is divided here where the backend cannot (gloo would return
+// the sum), and a wait that times out says which collective and which group. A group of one rank
+// does no communication.
 
 #include <fsdp2/process_group.h>
+
 #include <torch/types.h>
 
 #include <string>
@@ -14,11 +16,16 @@ namespace fsdp2 {
 
 enum class ReduceOp { kSum, kAvg, kMax, kMin, kProduct };
 
-/// Every function below starts the collective and returns its work; the tensors must stay alive until
-/// wait(work). All tensors are contiguous and on one device. Collective: same order on all ranks of the group.
+/// Every function below starts the collective and returns its work; the result is there after
+/// wait(work), which the caller must not leave out: an average is finished there. Tensors are
+/// plain, contiguous, on one device, and kept alive by the work; autograd does not see the writes.
+/// Collective: same order and sizes on all ranks of the group. Any dtype can be moved; floating and
+/// complex ones, int8, uint8, int32 and int64 can be reduced (kAvg: floating and complex; complex:
+/// kSum and kAvg).
 
 /// output [world * n] = the inputs [n] of all ranks, in rank order.
-Work all_gather_single(const torch::Tensor& output, const torch::Tensor& input, const ProcessGroup& group);
+Work all_gather_single(const torch::Tensor& output, const torch::Tensor& input,
+                       const ProcessGroup& group);
 /// output [n] = this rank's n elements of the reduced input [world * n].
 Work reduce_scatter_single(const torch::Tensor& output, const torch::Tensor& input, ReduceOp op,
                            const ProcessGroup& group);
@@ -27,14 +34,16 @@ Work all_reduce(const torch::Tensor& tensor, ReduceOp op, const ProcessGroup& gr
 Work broadcast(const torch::Tensor& tensor, int source, const ProcessGroup& group);
 Work barrier(const ProcessGroup& group);
 
-/// Blocks until the work is done (with CUDA: until the current stream waits for it). Error on timeout or on a
-/// lost peer, naming the collective, the group and this rank. A null work is done.
+/// Blocks until the work is done (with CUDA: until the current stream waits for it). Error on
+/// timeout or on a lost peer, naming the collective, the group, this rank and `what`. A null work
+/// is done; a second wait does nothing.
 void wait(const Work& work, const std::string& what = {});
 
 /// Sends a small byte string from every rank to every rank. Collective.
 std::vector<std::string> all_gather_bytes(const std::string& bytes, const ProcessGroup& group);
 
-/// What this process has started since the last reset, by kind; for tests and reports.
+/// What this process has sent since the last reset, by kind; for tests and reports. A group of one
+/// rank and empty tensors send nothing.
 struct CollectiveCounts {
   int64_t all_gathers = 0, reduce_scatters = 0, all_reduces = 0, broadcasts = 0, others = 0;
   int64_t bytes = 0;  // of the largest tensor of each collective

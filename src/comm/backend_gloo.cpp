@@ -7,12 +7,11 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
+#include <arpa/inet.h>
 #include <cstdlib>
 #include <memory>
-#include <sstream>
-
-#include <arpa/inet.h>
 #include <netdb.h>
+#include <sstream>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -21,8 +20,8 @@ namespace {
 
 using Gloo = c10d::ProcessGroupGloo;
 
-/// This host's address on the way to `host`; empty if it cannot be told. Sends nothing. The address that the host's
-/// own name resolves to is often loopback, which peers cannot reach.
+/// This host's address on the way to `host`; empty if it cannot be told. Sends nothing. The address
+/// that the host's own name resolves to is often loopback, which peers cannot reach.
 std::string local_address_towards(const std::string& host) {
   addrinfo hints = {};
   hints.ai_socktype = SOCK_DGRAM;
@@ -38,8 +37,8 @@ std::string local_address_towards(const std::string& host) {
                        getsockname(handle, reinterpret_cast<sockaddr*>(&local), &length) == 0;
     close(handle);
     char text[NI_MAXHOST];
-    if (known && getnameinfo(reinterpret_cast<sockaddr*>(&local), length, text, sizeof text, nullptr, 0,
-                             NI_NUMERICHOST) == 0) {
+    if (known && getnameinfo(reinterpret_cast<sockaddr*>(&local), length, text, sizeof text,
+                             nullptr, 0, NI_NUMERICHOST) == 0) {
       return text;
     }
   }
@@ -55,8 +54,10 @@ void choose_devices(const std::string& master_addr, Gloo::Options& options) {
     options.threads = static_cast<int>(options.devices.size()) * 2;
     return;
   }
-  const std::string address = master_addr.empty() ? std::string() : local_address_towards(master_addr);
-  options.devices.push_back(address.empty() ? Gloo::createDefaultDevice() : Gloo::createDeviceForHostname(address));
+  const std::string address =
+      master_addr.empty() ? std::string() : local_address_towards(master_addr);
+  options.devices.push_back(address.empty() ? Gloo::createDefaultDevice()
+                                            : Gloo::createDeviceForHostname(address));
 }
 
 }  // namespace
@@ -67,7 +68,8 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendOptions& option
   choose_devices(options.global_ranks.size() == 1 ? "127.0.0.1" : options.master_addr, *gloo);
   gloo->group_name = options.group_name;
   gloo->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
-  return c10::make_intrusive<Gloo>(options.store, options.rank, static_cast<int>(options.global_ranks.size()), gloo);
+  return c10::make_intrusive<Gloo>(options.store, options.rank,
+                                   static_cast<int>(options.global_ranks.size()), gloo);
 }
 
 }  // namespace fsdp2::comm

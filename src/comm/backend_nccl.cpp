@@ -16,8 +16,8 @@ c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendOptions& option
   nccl->timeout = options.timeout;
   nccl->group_name = options.group_name;
   nccl->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
-  return c10::make_intrusive<c10d::ProcessGroupNCCL>(options.store, options.rank,
-                                                     static_cast<int>(options.global_ranks.size()), nccl);
+  return c10::make_intrusive<c10d::ProcessGroupNCCL>(
+      options.store, options.rank, static_cast<int>(options.global_ranks.size()), nccl);
 }
 
 }  // namespace fsdp2::comm

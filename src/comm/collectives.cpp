@@ -1,6 +1,6 @@
-#include <fsdp2/collectives.h>
-
 #include "comm/work.h"
+
+#include <fsdp2/collectives.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
@@ -43,25 +43,30 @@ struct Call {
     return c10::str(name, " of ", tensor.numel(), " x ", tensor.scalar_type(), where());
   }
   std::string where() const {
-    return c10::str(" in group '", group->getGroupName(), "' on rank ", group->getRank(), " of ", size());
+    return c10::str(" in group '", group->getGroupName(), "' on rank ", group->getRank(), " of ",
+                    size());
   }
 
   void check(const at::Tensor& tensor, const char* parameter) const {
     TORCH_CHECK(tensor.defined(), name, where(), ": `", parameter, "` is undefined");
-    TORCH_CHECK(tensor.layout() == at::kStrided && tensor.has_storage(), name, where(), ": `", parameter,
-                "` is not a plain dense tensor: pass to_local() of a DTensor, to_dense() of a sparse tensor");
-    TORCH_CHECK(tensor.is_contiguous(), name, where(), ": `", parameter, "` is not contiguous (sizes ", tensor.sizes(),
-                ", strides ", tensor.strides(), "): pass contiguous()");
-    TORCH_CHECK(size() == 1 || group->hasBackendForDeviceType(tensor.device().type()), name, where(), ": `", parameter,
-                "` is on ", tensor.device(), ", for which the group has no backend (init_process_group's `backend`)");
+    TORCH_CHECK(tensor.layout() == at::kStrided && tensor.has_storage(), name, where(), ": `",
+                parameter,
+                "` is not a plain dense tensor: pass to_local() of a DTensor, to_dense() of a "
+                "sparse tensor");
+    TORCH_CHECK(tensor.is_contiguous(), name, where(), ": `", parameter,
+                "` is not contiguous (sizes ", tensor.sizes(), ", strides ", tensor.strides(),
+                "): pass contiguous()");
+    TORCH_CHECK(size() == 1 || group->hasBackendForDeviceType(tensor.device().type()), name,
+                where(), ": `", parameter, "` is on ", tensor.device(),
+                ", for which the group has no backend (init_process_group's `backend`)");
   }
   void check_pair(const at::Tensor& output, const at::Tensor& input) const {
     check(output, "output");
     check(input, "input");
-    TORCH_CHECK(output.scalar_type() == input.scalar_type(), name, where(), ": `output` is ", output.scalar_type(),
-                " but `input` is ", input.scalar_type());
-    TORCH_CHECK(output.device() == input.device(), name, where(), ": `output` is on ", output.device(),
-                " but `input` is on ", input.device());
+    TORCH_CHECK(output.scalar_type() == input.scalar_type(), name, where(), ": `output` is ",
+                output.scalar_type(), " but `input` is ", input.scalar_type());
+    TORCH_CHECK(output.device() == input.device(), name, where(), ": `output` is on ",
+                output.device(), " but `input` is on ", input.device());
   }
 
   c10::intrusive_ptr<c10d::Backend> backend(const at::Tensor& tensor) const {
@@ -74,8 +79,8 @@ struct Call {
              std::function<void()> finish = {}) const {
     const auto begin = std::chrono::steady_clock::now();
     try {
-      return c10::make_intrusive<CollectiveWork>(start(*backend(largest)), std::move(tensors), what(largest),
-                                                 std::move(finish));
+      return c10::make_intrusive<CollectiveWork>(start(*backend(largest)), std::move(tensors),
+                                                 what(largest), std::move(finish));
     } catch (const std::exception& error) {
       comm::throw_collective_error(what(largest), error, begin);
     }
@@ -84,10 +89,9 @@ struct Call {
 
 Work done() { return c10::make_intrusive<CollectiveWork>(nullptr, std::vector<at::Tensor>(), ""); }
 
-/// The tensor without autograd, as the backend is to see it: bytes where only bytes are moved (gloo knows few dtypes).
-at::Tensor as_bytes(const at::Tensor& tensor) {
-  return tensor.detach().view({-1}).view(at::kByte);
-}
+/// The tensor without autograd, as the backend is to see it: bytes where only bytes are moved (gloo
+/// knows few dtypes).
+at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.detach().view({-1}).view(at::kByte); }
 at::Tensor as_real(const at::Tensor& tensor) {
   return tensor.is_complex() ? at::view_as_real(tensor.detach()) : tensor.detach();
 }
@@ -101,11 +105,16 @@ bool averages(const c10d::Backend& backend) { return backend.getBackendName() ==
 
 c10d::ReduceOp backend_op(ReduceOp op, const c10d::Backend& backend) {
   switch (op) {
-    case ReduceOp::kSum: return c10d::ReduceOp::SUM;
-    case ReduceOp::kAvg: return averages(backend) ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-    case ReduceOp::kMax: return c10d::ReduceOp::MAX;
-    case ReduceOp::kMin: return c10d::ReduceOp::MIN;
-    case ReduceOp::kProduct: return c10d::ReduceOp::PRODUCT;
+    case ReduceOp::kSum:
+      return c10d::ReduceOp::SUM;
+    case ReduceOp::kAvg:
+      return averages(backend) ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+    case ReduceOp::kMax:
+      return c10d::ReduceOp::MAX;
+    case ReduceOp::kMin:
+      return c10d::ReduceOp::MIN;
+    case ReduceOp::kProduct:
+      return c10d::ReduceOp::PRODUCT;
   }
   TORCH_CHECK(false, "unknown ReduceOp ", static_cast<int>(op));
 }
@@ -113,13 +122,15 @@ c10d::ReduceOp backend_op(ReduceOp op, const c10d::Backend& backend) {
 void check_reducible(const Call& call, const at::Tensor& tensor, ReduceOp op) {
   const at::ScalarType type = tensor.scalar_type();
   const bool floating = tensor.is_floating_point() && tensor.element_size() >= 2;
-  const bool integer = type == at::kChar || type == at::kByte || type == at::kInt || type == at::kLong;
-  TORCH_CHECK(floating || integer || tensor.is_complex(), call.name, call.where(), ": cannot reduce ", type,
+  const bool integer =
+      type == at::kChar || type == at::kByte || type == at::kInt || type == at::kLong;
+  TORCH_CHECK(floating || integer || tensor.is_complex(), call.name, call.where(),
+              ": cannot reduce ", type,
               ": convert to a floating dtype, int8, uint8, int32 or int64");
   TORCH_CHECK(op != ReduceOp::kAvg || !integer, call.name, call.where(), ": kAvg of ", type,
               " is not whole: use kSum, or a floating dtype");
-  TORCH_CHECK(!tensor.is_complex() || op == ReduceOp::kSum || op == ReduceOp::kAvg, call.name, call.where(),
-              ": complex numbers can be summed and averaged only");
+  TORCH_CHECK(!tensor.is_complex() || op == ReduceOp::kSum || op == ReduceOp::kAvg, call.name,
+              call.where(), ": complex numbers can be summed and averaged only");
 }
 
 /// The division that an average over a summing backend still needs.
@@ -139,18 +150,19 @@ c10::Device exchange_device(const ProcessGroup& group) {
 
 }  // namespace
 
-Work all_gather_single(const torch::Tensor& output, const torch::Tensor& input, const ProcessGroup& group) {
+Work all_gather_single(const torch::Tensor& output, const torch::Tensor& input,
+                       const ProcessGroup& group) {
   const Call call("all_gather_single", group);
   call.check_pair(output, input);
-  TORCH_CHECK(output.numel() == call.size() * input.numel(), call.name, call.where(), ": `output` has ",
-              output.numel(), " elements; it needs ", call.size(), " x ", input.numel(), " (group size x `input`)");
+  TORCH_CHECK(output.numel() == call.size() * input.numel(), call.name, call.where(),
+              ": `output` has ", output.numel(), " elements; it needs ", call.size(), " x ",
+              input.numel(), " (group size x `input`)");
   if (call.size() == 1) copy_local(output, input);
   if (call.size() == 1 || input.numel() == 0) return done();
   count(&CollectiveCounts::all_gathers, output);
   at::Tensor to = as_bytes(output), from = as_bytes(input);
-  return call.start(output, {output, input}, [&](c10d::Backend& backend) {
-    return backend._allgather_base(to, from);
-  });
+  return call.start(output, {output, input},
+                    [&](c10d::Backend& backend) { return backend._allgather_base(to, from); });
 }
 
 Work reduce_scatter_single(const torch::Tensor& output, const torch::Tensor& input, ReduceOp op,
@@ -158,19 +170,21 @@ Work reduce_scatter_single(const torch::Tensor& output, const torch::Tensor& inp
   const Call call("reduce_scatter_single", group);
   call.check_pair(output, input);
   check_reducible(call, input, op);
-  TORCH_CHECK(input.numel() == call.size() * output.numel(), call.name, call.where(), ": `input` has ", input.numel(),
-              " elements; it needs ", call.size(), " x ", output.numel(), " (group size x `output`)");
+  TORCH_CHECK(input.numel() == call.size() * output.numel(), call.name, call.where(),
+              ": `input` has ", input.numel(), " elements; it needs ", call.size(), " x ",
+              output.numel(), " (group size x `output`)");
   if (call.size() == 1) copy_local(output, input);
   if (call.size() == 1 || input.numel() == 0) return done();
   count(&CollectiveCounts::reduce_scatters, input);
   at::Tensor to = as_real(output).view({-1}), from = as_real(input).view({-1});
-  return call.start(input, {output, input},
-                    [&](c10d::Backend& backend) {
-                      c10d::ReduceScatterOptions options;
-                      options.reduceOp = backend_op(op, backend);
-                      return backend._reduce_scatter_base(to, from, options);
-                    },
-                    division(call, output, op));
+  return call.start(
+      input, {output, input},
+      [&](c10d::Backend& backend) {
+        c10d::ReduceScatterOptions options;
+        options.reduceOp = backend_op(op, backend);
+        return backend._reduce_scatter_base(to, from, options);
+      },
+      division(call, output, op));
 }
 
 Work all_reduce(const torch::Tensor& tensor, ReduceOp op, const ProcessGroup& group) {
@@ -180,20 +194,21 @@ Work all_reduce(const torch::Tensor& tensor, ReduceOp op, const ProcessGroup& gr
   if (call.size() == 1 || tensor.numel() == 0) return done();
   count(&CollectiveCounts::all_reduces, tensor);
   std::vector<at::Tensor> tensors = {as_real(tensor)};
-  return call.start(tensor, {tensor},
-                    [&](c10d::Backend& backend) {
-                      c10d::AllreduceOptions options;
-                      options.reduceOp = backend_op(op, backend);
-                      return backend.allreduce(tensors, options);
-                    },
-                    division(call, tensor, op));
+  return call.start(
+      tensor, {tensor},
+      [&](c10d::Backend& backend) {
+        c10d::AllreduceOptions options;
+        options.reduceOp = backend_op(op, backend);
+        return backend.allreduce(tensors, options);
+      },
+      division(call, tensor, op));
 }
 
 Work broadcast(const torch::Tensor& tensor, int source, const ProcessGroup& group) {
   const Call call("broadcast", group);
   call.check(tensor, "tensor");
-  TORCH_CHECK(source >= 0 && source < call.size(), call.name, call.where(), ": `source` is ", source, ", outside 0 to ",
-              call.size() - 1, " (it counts within the group)");
+  TORCH_CHECK(source >= 0 && source < call.size(), call.name, call.where(), ": `source` is ",
+              source, ", outside 0 to ", call.size() - 1, " (it counts within the group)");
   if (call.size() == 1 || tensor.numel() == 0) return done();
   count(&CollectiveCounts::broadcasts, tensor);
   std::vector<at::Tensor> tensors = {as_bytes(tensor)};
@@ -233,7 +248,8 @@ std::vector<std::string> all_gather_bytes(const std::string& bytes, const Proces
   const c10::Device device = exchange_device(group);
   const int64_t own = static_cast<int64_t>(bytes.size());
   const at::Tensor lengths = at::empty({call.size()}, at::device(device).dtype(at::kLong));
-  wait(all_gather_single(lengths, at::full({1}, own, lengths.options()), group), "all_gather_bytes");
+  wait(all_gather_single(lengths, at::full({1}, own, lengths.options()), group),
+       "all_gather_bytes");
   const at::Tensor lengths_here = lengths.cpu();
   const int64_t* length = lengths_here.const_data_ptr<int64_t>();
   const int64_t longest = *std::max_element(length, length + call.size());
@@ -245,7 +261,8 @@ std::vector<std::string> all_gather_bytes(const std::string& bytes, const Proces
   const at::Tensor here = all.cpu();
   const char* data = reinterpret_cast<const char*>(here.const_data_ptr<uint8_t>());
   std::vector<std::string> result;
-  for (int rank = 0; rank < call.size(); ++rank) result.emplace_back(data + rank * longest, length[rank]);
+  for (int rank = 0; rank < call.size(); ++rank)
+    result.emplace_back(data + rank * longest, length[rank]);
   return result;
 }
 

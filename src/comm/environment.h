@@ -1,6 +1,7 @@
 #pragma once
 
-// What torchrun (and `fsdp2 run`) tells a process about its place, merged with explicit options and checked.
+// What torchrun (and `fsdp2 run`) tells a process about its place, merged with explicit options and
+// checked.
 
 #include <fsdp2/process_group.h>
 
@@ -19,10 +20,12 @@ struct Membership {
   bool agent_store = false;
 };
 
-/// Reads what `options` leaves open from the environment. Errors name the variable or the field. No connection is made.
+/// Reads what `options` leaves open from the environment. Errors name the variable or the field. No
+/// connection is made.
 Membership read_membership(const InitOptions& options);
 
-/// An environment variable as a whole number; nothing if unset or empty. Error naming it if it is not a number.
+/// An environment variable as a whole number; nothing if unset or empty. Error naming it if it is
+/// not a number.
 std::optional<int> number_from_environment(const char* name);
 
 }  // namespace fsdp2::comm

@@ -7,8 +7,8 @@
 #include <fsdp2/collectives.h>
 
 #include <c10/util/Exception.h>
-#include <torch/cuda.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/cuda.h>
 
 #include <algorithm>
 #include <mutex>
@@ -27,21 +27,26 @@ c10::DeviceType device_type(const std::string& name, const std::string& text) {
 
 void check_backend(c10::DeviceType type, const std::string& name, const std::string& text) {
   TORCH_CHECK(name == "gloo" || name == "nccl", "init_process_group: backend '", name, "'",
-              name == text ? "" : " in '" + text + "'", " is not known: use 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'");
+              name == text ? "" : " in '" + text + "'",
+              " is not known: use 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'");
   TORCH_CHECK(name != "nccl" || type == c10::kCUDA, "init_process_group: backend '", text,
               "' asks for nccl on cpu: nccl is for cuda");
-  TORCH_CHECK(name != "nccl" || nccl_is_built(), "init_process_group: backend 'nccl' is not built: this libtorch has ",
+  TORCH_CHECK(name != "nccl" || nccl_is_built(),
+              "init_process_group: backend 'nccl' is not built: this libtorch has ",
               "no CUDA, or nccl.h was not found; use 'gloo'");
-  TORCH_CHECK(type != c10::kCUDA || torch::cuda::is_available(), "init_process_group: backend '", text,
-              "' needs a CUDA device, and none is visible (CUDA_VISIBLE_DEVICES, driver); use 'gloo'");
+  TORCH_CHECK(
+      type != c10::kCUDA || torch::cuda::is_available(), "init_process_group: backend '", text,
+      "' needs a CUDA device, and none is visible (CUDA_VISIBLE_DEVICES, driver); use 'gloo'");
 }
 
-c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name, const BackendOptions& options) {
+c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
+                                               const BackendOptions& options) {
   try {
     return name == "nccl" ? make_nccl_backend(options) : make_gloo_backend(options);
   } catch (const std::exception& error) {
-    TORCH_CHECK(false, "rank ", options.rank, " of ", options.global_ranks.size(), " could not connect group '",
-                options.group_name, "' over ", name, ": ", plain_message(error),
+    TORCH_CHECK(false, "rank ", options.rank, " of ", options.global_ranks.size(),
+                " could not connect group '", options.group_name, "' over ", name, ": ",
+                plain_message(error),
                 name == "gloo" ? " (GLOO_SOCKET_IFNAME chooses the network interface)" : "");
   }
 }
@@ -68,11 +73,12 @@ Backends parse_backends(const std::string& text) {
   for (std::string part; std::getline(in, part, ',');) {
     const size_t colon = part.find(':');
     const std::string name = colon == std::string::npos ? part : part.substr(colon + 1);
-    const c10::DeviceType type = colon == std::string::npos ? (name == "nccl" ? c10::kCUDA : c10::kCPU)
-                                                            : device_type(part.substr(0, colon), text);
+    const c10::DeviceType type = colon == std::string::npos
+                                     ? (name == "nccl" ? c10::kCUDA : c10::kCPU)
+                                     : device_type(part.substr(0, colon), text);
     check_backend(type, name, text);
-    TORCH_CHECK(backends.emplace(type, name).second, "init_process_group: backend '", text, "' names ",
-                c10::DeviceTypeName(type, true), " twice");
+    TORCH_CHECK(backends.emplace(type, name).second, "init_process_group: backend '", text,
+                "' names ", c10::DeviceTypeName(type, true), " twice");
   }
   return backends;
 }
@@ -102,7 +108,8 @@ ProcessGroup make_group(const GroupOptions& options) {
   return group;
 }
 
-ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::string& key, const std::string& name,
+ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::string& key,
+                                   const std::string& name,
                                    std::optional<std::chrono::milliseconds> asked_timeout) {
   const World& in = world();
   const std::chrono::milliseconds timeout = asked_timeout.value_or(in.timeout);
@@ -111,8 +118,9 @@ ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::str
   const std::string members = list_text(ranks);
   const std::string first =
       wait_for_ranks(options.store, in.rank, ranks, members, "group '" + name + "'", timeout);
-  TORCH_CHECK(first == members, "group '", name, "' has ranks {", members, "} on rank ", in.rank, " but {", first,
-              "} on rank ", ranks.front(), ": all ranks must make the same groups in the same order");
+  TORCH_CHECK(first == members, "group '", name, "' has ranks {", members, "} on rank ", in.rank,
+              " but {", first, "} on rank ", ranks.front(),
+              ": all ranks must make the same groups in the same order");
   options.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), in.rank) - ranks.begin());
   options.global_ranks = ranks;
   options.backends = in.backends;
@@ -136,7 +144,8 @@ ProcessGroup second_group(const ProcessGroup& group) {
     options.backends[device.type()] = group->getBackend(device.type())->getBackendName();
   }
   options.name = group->getGroupName() + "/second";
-  options.timeout = group->getBackend(options.backends.begin()->first)->getBackendOptions()->timeout;
+  options.timeout =
+      group->getBackend(options.backends.begin()->first)->getBackendOptions()->timeout;
   if (is_initialized()) options.master_addr = world().master_addr;
   ProcessGroup made = make_group(options);
   groups.made.emplace(group.get(), std::pair(group, made));
@@ -151,10 +160,12 @@ void forget_second_groups() {
 
 std::vector<int> global_ranks(const ProcessGroup& group) {
   const c10::DeviceType type = group->getDeviceTypes().front().type();
-  const std::vector<uint64_t> known = group->getBackend(type)->getBackendOptions()->global_ranks_in_group;
+  const std::vector<uint64_t> known =
+      group->getBackend(type)->getBackendOptions()->global_ranks_in_group;
   if (!known.empty()) return {known.begin(), known.end()};
   std::vector<int> ranks;
-  for (const std::string& rank : all_gather_bytes(std::to_string(get_rank()), group)) ranks.push_back(std::stoi(rank));
+  for (const std::string& rank : all_gather_bytes(std::to_string(get_rank()), group))
+    ranks.push_back(std::stoi(rank));
   return ranks;
 }
 

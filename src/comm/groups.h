@@ -15,8 +15,8 @@ namespace fsdp2::comm {
 /// The name of the backend for each type of device.
 using Backends = std::map<c10::DeviceType, std::string>;
 
-/// Reads "gloo", "nccl" or "cpu:gloo,cuda:nccl"; empty gives what this build and this machine have. Error if the text
-/// cannot be read, or a backend is not built or has no device here.
+/// Reads "gloo", "nccl" or "cpu:gloo,cuda:nccl"; empty gives what this build and this machine have.
+/// Error if the text cannot be read, or a backend is not built or has no device here.
 Backends parse_backends(const std::string& text);
 
 struct GroupOptions {
@@ -33,13 +33,16 @@ struct GroupOptions {
 /// Blocks until all members have called it.
 ProcessGroup make_group(const GroupOptions& options);
 
-/// A group in the world of `ranks` (global; this rank among them) that its members alone make. `key` is the same on
-/// all members, and no other group's. `name` is for people. Error, on all members, if their `ranks` differ.
-ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::string& key, const std::string& name,
+/// A group in the world of `ranks` (global; this rank among them) that its members alone make.
+/// `key` is the same on all members, and no other group's. `name` is for people. Error, on all
+/// members, if their `ranks` differ.
+ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::string& key,
+                                   const std::string& name,
                                    std::optional<std::chrono::milliseconds> timeout = std::nullopt);
 
-/// Another group of the same members, the same one at every call: what is sent in it never queues behind what is sent in
-/// `group`. The first call is collective over the group. Of one rank: the group itself. Thread-safe.
+/// Another group of the same members, the same one at every call: what is sent in it never queues
+/// behind what is sent in `group`. The first call is collective over the group. Of one rank: the
+/// group itself. Thread-safe.
 ProcessGroup second_group(const ProcessGroup& group);
 /// Lets go of them all.
 void forget_second_groups();

@@ -6,14 +6,14 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <cerrno>
+#include <algorithm>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
 #include <map>
+#include <numeric>
 #include <sstream>
-
-#include <unistd.h>
+#include <thread>
 
 namespace fsdp2::comm {
 namespace {
@@ -73,6 +73,7 @@ Site this_site(const Membership& membership, bool use_cuda) {
 }
 
 std::string rank_key(int rank) { return "rank/" + std::to_string(rank); }
+std::string site_key(int rank) { return "site/" + std::to_string(rank); }
 
 /// How often this rank has joined a world at this store, this time included.
 int64_t join_number(const StorePtr& store, const Membership& membership, const Site& site,
@@ -83,7 +84,8 @@ int64_t join_number(const StorePtr& store, const Membership& membership, const S
   if (number > 1) {
     store->wait({last_key}, timeout);
     const Site last = Site::parse(store->get_to_str(last_key));
-    const bool other_lives = last.host == site.host && last.pid != site.pid && kill(last.pid, 0) == 0;
+    const bool other_lives =
+        last.host == site.host && last.pid != site.pid && kill(last.pid, 0) == 0;
     TORCH_CHECK(!other_lives, "init_process_group: RANK ", rank, " is taken by process ", last.pid,
                 " on this host, which still runs: give each process its own RANK");
   }
@@ -118,7 +120,7 @@ StorePtr open_store(const Membership& membership, std::chrono::milliseconds time
   if (kept) return kept;
   c10d::TCPStoreOptions options;
   options.port = static_cast<uint16_t>(membership.master_port);
-  options.isServer = membership.rank == 0 && !membership.agent_store;
+  options.isServer = serves_store(membership);
   options.numWorkers = membership.world_size;
   options.waitWorkers = false;  // meet() waits, and knows who is missing
   options.timeout = timeout;
@@ -128,23 +130,30 @@ StorePtr open_store(const Membership& membership, std::chrono::milliseconds time
   } catch (const std::exception& error) {
     const std::string reason = plain_message(error);
     TORCH_CHECK(!options.isServer || reason.find("EADDRINUSE") == std::string::npos,
-                "init_process_group: port ", membership.master_port, " (MASTER_PORT) is in use on this host, so that ",
+                "init_process_group: port ", membership.master_port,
+                " (MASTER_PORT) is in use on this host, so that ",
                 "rank 0 cannot listen there: choose a free port, the same for all ranks");
-    TORCH_CHECK(false, "init_process_group: rank ", membership.rank, " of ", membership.world_size, " could not ",
-                options.isServer ? "listen at " : "reach the store at ", endpoint(membership),
-                " (MASTER_ADDR, MASTER_PORT) within ", duration_text(timeout), ": ",
-                options.isServer ? "rank 0 must run on that host"
-                                 : membership.agent_store ? "the launcher must be running there"
-                                                          : "rank 0 must be running there, with the same port",
+    TORCH_CHECK(false, "init_process_group: rank ", membership.rank, " of ", membership.world_size,
+                " could not ", options.isServer ? "listen at " : "reach the store at ",
+                endpoint(membership), " (MASTER_ADDR, MASTER_PORT) within ", duration_text(timeout),
+                ": ",
+                options.isServer         ? "rank 0 must run on that host"
+                : membership.agent_store ? "the launcher must be running there"
+                                         : "rank 0 must be running there, with the same port",
                 ". The cause: ", reason);
   }
   return kept;
 }
 
+bool serves_store(const Membership& membership) {
+  return membership.rank == 0 && !membership.master_addr.empty() && !membership.agent_store;
+}
+
 void forget_store(const Membership& membership) { served_stores().erase(endpoint(membership)); }
 
-std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<int>& ranks, const std::string& value,
-                           const std::string& what, std::chrono::milliseconds timeout) {
+std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<int>& ranks,
+                           const std::string& value, const std::string& what,
+                           std::chrono::milliseconds timeout) {
   store->set(rank_key(rank), value);
   std::vector<std::string> keys;
   for (int other : ranks) keys.push_back(rank_key(other));
@@ -168,33 +177,49 @@ std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<in
   return store->get_to_str(keys.front());
 }
 
-Meeting meet(const StorePtr& store, const Membership& membership, bool use_cuda, std::chrono::milliseconds timeout) {
+StorePtr enter(const StorePtr& store, const Membership& membership, bool use_cuda,
+               std::chrono::milliseconds timeout) {
   const Site site = this_site(membership, use_cuda);
   const int64_t number = join_number(store, membership, site, timeout);
-  Meeting meeting;
-  meeting.store = c10::make_intrusive<c10d::PrefixStore>("fsdp2/" + std::to_string(number), store);
-  std::vector<int> ranks(membership.world_size);
-  for (int rank = 0; rank < membership.world_size; ++rank) ranks[rank] = rank;
-  wait_for_ranks(meeting.store, membership.rank, ranks, site.text(), "the world", timeout);
+  auto entered = c10::make_intrusive<c10d::PrefixStore>("fsdp2/" + std::to_string(number), store);
+  entered->add("entered", 1);
+  entered->set(site_key(membership.rank), site.text());
+  return entered;
+}
 
+int meet(const StorePtr& entered, const Membership& membership, std::chrono::milliseconds timeout) {
+  std::vector<int> ranks(membership.world_size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  wait_for_ranks(entered, membership.rank, ranks, "", "the world", timeout);
   std::vector<Site> sites;
-  for (int rank : ranks) sites.push_back(Site::parse(meeting.store->get_to_str(rank_key(rank))));
-  // A rank without LOCAL_RANK counts those before it on its host.
+  for (int rank : ranks) sites.push_back(Site::parse(entered->get_to_str(site_key(rank))));
   for (int rank : ranks) {
-    Site& current = sites[rank];
-    const bool given = current.local_rank >= 0;
-    int before = 0;
-    for (int other = 0; other < rank; ++other) before += sites[other].host == current.host;
-    if (!given) current.local_rank = before;
+    Site& site = sites[rank];
+    const auto here = [&](const Site& other) { return other.host == site.host; };
+    if (site.local_rank < 0) {
+      site.local_rank = static_cast<int>(std::count_if(sites.begin(), sites.begin() + rank, here));
+    }
     for (int other = 0; other < rank; ++other) {
-      TORCH_CHECK(!same_device(current, sites[other]), "init_process_group: ranks ", other, " and ", rank,
-                  " are both on host ", current.host.substr(0, current.host.find('/')), " with LOCAL_RANK ",
-                  current.local_rank, ", and would share a device: give each rank of a host its own LOCAL_RANK, 0 ",
-                  "and up");
+      TORCH_CHECK(!same_device(site, sites[other]), "init_process_group: ranks ", other, " and ",
+                  rank, " are both on host ", site.host.substr(0, site.host.find('/')),
+                  " with LOCAL_RANK ", site.local_rank,
+                  ", and would share a device: give each rank of a host its own, 0 and up");
     }
   }
-  meeting.local_rank = sites[membership.rank].local_rank;
-  return meeting;
+  return sites[membership.rank].local_rank;
+}
+
+void leave(const StorePtr& entered, bool serves) {
+  try {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+    int64_t left = entered->add("left", 1);
+    while (serves && left < entered->add("entered", 0) &&
+           std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      left = entered->add("left", 0);
+    }
+  } catch (const std::exception&) {  // the store ended first
+  }
 }
 
 }  // namespace fsdp2::comm

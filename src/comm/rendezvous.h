@@ -1,6 +1,7 @@
 #pragma once
 
-// Where the ranks of a world meet: the store, who has arrived, and what they say of their hosts and devices.
+// Where the ranks of a world meet: the store, who has arrived, and what they say of their hosts and
+// devices.
 
 #include "comm/environment.h"
 
@@ -14,28 +15,34 @@ namespace fsdp2::comm {
 
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
-/// The store at the address in `membership`: served by rank 0 or by the launcher; in memory for a world of one without
-/// an address. A served store is kept until the process ends, so that a world can be left and joined again. Error
-/// naming the address if it cannot be bound or reached in time.
+/// The store at the address in `membership`: served by rank 0 or by the launcher; in memory for a
+/// world of one without an address. A served store is kept until the process ends, so that a world
+/// can be left and joined again. Error naming the address if it cannot be bound or reached in time.
 StorePtr open_store(const Membership& membership, std::chrono::milliseconds timeout);
+/// Whether this process serves the store at the address.
+bool serves_store(const Membership& membership);
 /// Forgets the store kept for the address: after a failed join the next one starts afresh.
 void forget_store(const Membership& membership);
 
-struct Meeting {
-  /// For this world only: an earlier world's keys are not visible in it.
-  StorePtr store;
-  /// LOCAL_RANK, or else the number of lower ranks on this host.
-  int local_rank = 0;
-};
+/// Says at `store` that this rank is there, and returns the part of it that is for this world only:
+/// an earlier world's keys are not visible in it. Error if a living process has this RANK.
+StorePtr enter(const StorePtr& store, const Membership& membership, bool use_cuda,
+               std::chrono::milliseconds timeout);
 
-/// Waits until all ranks are at `store`. The same error on all ranks if two of them share a device, naming both;
-/// after `timeout`, an error naming those that are missing.
-Meeting meet(const StorePtr& store, const Membership& membership, bool use_cuda, std::chrono::milliseconds timeout);
+/// Waits until all ranks have entered; returns LOCAL_RANK, or else the number of lower ranks on
+/// this host. The same error on all ranks if two of them share a device, naming both; after
+/// `timeout`, an error naming those missing.
+int meet(const StorePtr& entered, const Membership& membership, std::chrono::milliseconds timeout);
 
-/// Says in `store` that `rank` is here, with `value`, and waits for the rest of `ranks`. `ranks` are those of the
-/// world, `what` is what they join. Returns the value of ranks[0].
-std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<int>& ranks, const std::string& value,
-                           const std::string& what, std::chrono::milliseconds timeout);
+/// Says that this rank needs the store no more. The one that serves it stays until all that entered
+/// have left, for 5 s at most: one that failed never says so. Never throws.
+void leave(const StorePtr& entered, bool serves);
+
+/// Says in `store` that `rank` is here, with `value`, and waits for the rest of `ranks`. `ranks`
+/// are those of the world, `what` is what they join. Returns the value of ranks[0].
+std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<int>& ranks,
+                           const std::string& value, const std::string& what,
+                           std::chrono::milliseconds timeout);
 
 /// "10 s" or "250 ms".
 std::string duration_text(std::chrono::milliseconds duration);

@@ -6,15 +6,21 @@
 
 namespace fsdp2::comm {
 
-CollectiveWork::CollectiveWork(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors,
-                               std::string what, std::function<void()> finish)
-    : inner_(std::move(inner)), tensors_(std::move(tensors)), what_(std::move(what)), finish_(std::move(finish)) {}
+CollectiveWork::CollectiveWork(c10::intrusive_ptr<c10d::Work> inner,
+                               std::vector<at::Tensor> tensors, std::string what,
+                               std::function<void()> finish)
+    : inner_(std::move(inner)),
+      tensors_(std::move(tensors)),
+      what_(std::move(what)),
+      finish_(std::move(finish)) {}
 
 bool CollectiveWork::isCompleted() { return !inner_ || inner_->isCompleted(); }
 
 bool CollectiveWork::isSuccess() const { return !inner_ || inner_->isSuccess(); }
 
-std::exception_ptr CollectiveWork::exception() const { return inner_ ? inner_->exception() : nullptr; }
+std::exception_ptr CollectiveWork::exception() const {
+  return inner_ ? inner_->exception() : nullptr;
+}
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   const std::lock_guard lock(finish_mutex_);
@@ -39,17 +45,20 @@ void CollectiveWork::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
-  TORCH_CHECK(inner_ && !finish_, what_, ": it has no future, because part of it happens in wait()");
+  TORCH_CHECK(inner_ && !finish_, what_,
+              ": it has no future, because part of it happens in wait()");
   return inner_->getFuture();
 }
 
 void throw_collective_error(const std::string& what, const std::exception& error,
                             std::chrono::steady_clock::time_point started) {
   const std::string reason = plain_message(error);
-  const auto after = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - started);
+  const auto after = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::steady_clock::now() - started);
   const bool timed_out =
       reason.find("imed out") != std::string::npos || reason.find("imeout") != std::string::npos;
-  TORCH_CHECK(false, what, timed_out ? " timed out after " : " failed after ", duration_text(after), ": ",
+  TORCH_CHECK(false, what, timed_out ? " timed out after " : " failed after ", duration_text(after),
+              ": ",
               timed_out ? "a rank of the group has not called it, or is too slow"
                         : "a rank of the group has ended or the connection is lost",
               ". The cause: ", reason);

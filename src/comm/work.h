@@ -1,8 +1,10 @@
 #pragma once
 
-// The work that collectives.h returns: a backend's work, what is left to do after it, and words for its errors.
+// The work that collectives.h returns: a backend's work, what is left to do after it, and words for
+// its errors.
 
 #include <fsdp2/process_group.h>
+
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/types.h>
 
@@ -16,9 +18,10 @@ namespace fsdp2::comm {
 
 class CollectiveWork final : public c10d::Work {
  public:
-  /// `inner` may be null: then only `finish` is left. `finish` runs once, in the first wait(). `tensors` are kept alive.
-  CollectiveWork(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors, std::string what,
-                 std::function<void()> finish = {});
+  /// `inner` may be null: then only `finish` is left. `finish` runs once, in the first wait().
+  /// `tensors` are kept alive.
+  CollectiveWork(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors,
+                 std::string what, std::function<void()> finish = {});
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -38,7 +41,8 @@ class CollectiveWork final : public c10d::Work {
   std::function<void()> finish_;
 };
 
-/// Rethrows the current exception of a backend as an error that says what failed, and how long after its start.
+/// Rethrows the current exception of a backend as an error that says what failed, and how long
+/// after its start.
 [[noreturn]] void throw_collective_error(const std::string& what, const std::exception& error,
                                          std::chrono::steady_clock::time_point started);
 

@@ -1,11 +1,10 @@
-#include <fsdp2/device_mesh.h>
-
 #include "comm/groups.h"
 #include "comm/world.h"
 #include "mesh/layout.h"
 #include "mesh/mesh_impl.h"
 
 #include <fsdp2/collectives.h>
+#include <fsdp2/device_mesh.h>
 
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
@@ -61,7 +60,8 @@ DeviceMesh whole(std::shared_ptr<Root> root) {
 }
 
 const DeviceMesh::Impl& checked(const std::shared_ptr<const DeviceMesh::Impl>& impl) {
-  TORCH_CHECK(impl, "DeviceMesh: this is no mesh (default-constructed): make one with init_device_mesh()");
+  TORCH_CHECK(
+      impl, "DeviceMesh: this is no mesh (default-constructed): make one with init_device_mesh()");
   return *impl;
 }
 
@@ -72,8 +72,9 @@ const std::vector<int64_t>& own_coordinate(const DeviceMesh::Impl& impl, const c
 }
 
 void need_one_dim(const DeviceMesh::Impl& impl, const char* who) {
-  TORCH_CHECK(impl.layout.ndim() == 1, "DeviceMesh::", who, " without a dimension needs a 1-D mesh; this one is ",
-              mesh::shape_text(impl.layout), ": give a dimension");
+  TORCH_CHECK(impl.layout.ndim() == 1, "DeviceMesh::", who,
+              " without a dimension needs a 1-D mesh; this one is ", mesh::shape_text(impl.layout),
+              ": give a dimension");
 }
 
 c10::DeviceType device_type_of(const std::string& device) {
@@ -83,7 +84,8 @@ c10::DeviceType device_type_of(const std::string& device) {
 }
 
 /// The group of `ranks`, all of which call this; the world's own where it fits.
-ProcessGroup group_of(const std::vector<int>& ranks, const std::string& key, const std::string& name) {
+ProcessGroup group_of(const std::vector<int>& ranks, const std::string& key,
+                      const std::string& name) {
   std::vector<int> world(get_world_size());
   std::iota(world.begin(), world.end(), 0);
   return ranks == world ? world_group() : comm::make_group_of_members(ranks, key, name);
@@ -105,7 +107,9 @@ c10::Device DeviceMesh::device() const {
 
 int64_t DeviceMesh::ndim() const { return checked(impl_).layout.ndim(); }
 const std::vector<int64_t>& DeviceMesh::shape() const { return checked(impl_).layout.shape; }
-const std::vector<std::string>& DeviceMesh::mesh_dim_names() const { return checked(impl_).layout.names; }
+const std::vector<std::string>& DeviceMesh::mesh_dim_names() const {
+  return checked(impl_).layout.names;
+}
 const std::vector<int>& DeviceMesh::ranks() const { return checked(impl_).layout.ranks; }
 
 int64_t DeviceMesh::size() const { return static_cast<int64_t>(ranks().size()); }
@@ -138,14 +142,15 @@ int64_t DeviceMesh::dim_index(const Dim& dim) const {
   const Layout& layout = checked(impl_).layout;
   if (const auto* index = std::get_if<int64_t>(&dim)) {
     const int64_t ndim = layout.ndim();
-    TORCH_CHECK(*index >= -ndim && *index < ndim, "DeviceMesh: dimension ", *index, " is outside ", -ndim, " to ",
-                ndim - 1, " of the mesh ", mesh::shape_text(layout));
+    TORCH_CHECK(*index >= -ndim && *index < ndim, "DeviceMesh: dimension ", *index, " is outside ",
+                -ndim, " to ", ndim - 1, " of the mesh ", mesh::shape_text(layout));
     return *index < 0 ? *index + ndim : *index;
   }
   const auto& name = std::get<std::string>(dim);
   const auto found = std::find(layout.names.begin(), layout.names.end(), name);
   TORCH_CHECK(found != layout.names.end(), "DeviceMesh: there is no dimension '", name, "'; ",
-              layout.names.empty() ? "the mesh has no names" : "there are: " + c10::Join(", ", layout.names));
+              layout.names.empty() ? "the mesh has no names"
+                                   : "there are: " + c10::Join(", ", layout.names));
   return found - layout.names.begin();
 }
 
@@ -201,8 +206,10 @@ DeviceMesh DeviceMesh::flatten(const std::string& name) const {
   own_coordinate(self, "flatten");
   const std::string flat_name = name.empty() ? c10::Join("_", self.layout.names) : name;
   std::vector<int64_t> dims;
-  for (const std::vector<int64_t>& group : self.dims) dims.insert(dims.end(), group.begin(), group.end());
-  if (self.layout.ndim() == 1 && self.layout.names == std::vector<std::string>{flat_name}) return *this;
+  for (const std::vector<int64_t>& group : self.dims)
+    dims.insert(dims.end(), group.begin(), group.end());
+  if (self.layout.ndim() == 1 && self.layout.names == std::vector<std::string>{flat_name})
+    return *this;
 
   auto impl = std::make_shared<Impl>();
   impl->root = self.root;
@@ -212,14 +219,16 @@ DeviceMesh DeviceMesh::flatten(const std::string& name) const {
   const std::lock_guard lock(root.mutex);
   const auto named = std::find(root.layout.names.begin(), root.layout.names.end(), flat_name);
   TORCH_CHECK(named == root.layout.names.end(), "DeviceMesh::flatten: '", flat_name,
-              "' is a dimension of the mesh ", mesh::shape_text(root.layout), " already: choose another name");
+              "' is a dimension of the mesh ", mesh::shape_text(root.layout),
+              " already: choose another name");
   auto flat = root.flats.find(flat_name);
   if (flat == root.flats.end()) {
-    const ProcessGroup group = self.layout.ndim() == 1
-                                   ? self.groups.front()
-                                   : group_of(impl->layout.ranks,
-                                              c10::str(root.key, "/", flat_name, "/", impl->layout.ranks.front()),
-                                              flat_name);
+    const ProcessGroup group =
+        self.layout.ndim() == 1
+            ? self.groups.front()
+            : group_of(impl->layout.ranks,
+                       c10::str(root.key, "/", flat_name, "/", impl->layout.ranks.front()),
+                       flat_name);
     flat = root.flats.emplace(flat_name, Root::Flat{dims, group}).first;
   }
   TORCH_CHECK(flat->second.dims == dims, "DeviceMesh::flatten: '", flat_name,
@@ -228,30 +237,34 @@ DeviceMesh DeviceMesh::flatten(const std::string& name) const {
   return DeviceMesh(std::move(impl));
 }
 
-DeviceMesh DeviceMesh::from_group(const ProcessGroup& group, c10::DeviceType device_type, const std::string& name) {
+DeviceMesh DeviceMesh::from_group(const ProcessGroup& group, c10::DeviceType device_type,
+                                  const std::string& name) {
   TORCH_CHECK(group, "DeviceMesh::from_group: `group` is null (this rank is not a member of it)");
-  const std::vector<std::string> names = name.empty() ? std::vector<std::string>() : std::vector{name};
+  const std::vector<std::string> names =
+      name.empty() ? std::vector<std::string>() : std::vector{name};
   return from_group({group}, device_type, comm::global_ranks(group), {group->getSize()}, names);
 }
 
-DeviceMesh DeviceMesh::from_group(const std::vector<ProcessGroup>& groups, c10::DeviceType device_type,
-                                  const std::vector<int>& ranks, const std::vector<int64_t>& shape,
+DeviceMesh DeviceMesh::from_group(const std::vector<ProcessGroup>& groups,
+                                  c10::DeviceType device_type, const std::vector<int>& ranks,
+                                  const std::vector<int64_t>& shape,
                                   const std::vector<std::string>& names) {
   auto root = std::make_shared<Root>();
   root->device_type = device_type;
   root->layout = {ranks, shape, names};
   mesh::check(root->layout, "DeviceMesh::from_group");
-  TORCH_CHECK(groups.size() == shape.size(), "DeviceMesh::from_group: `groups` has ", groups.size(), " groups for ",
-              shape.size(), " dimensions");
+  TORCH_CHECK(groups.size() == shape.size(), "DeviceMesh::from_group: `groups` has ", groups.size(),
+              " groups for ", shape.size(), " dimensions");
   root->at = mesh::coordinate(root->layout, get_rank());
   if (root->at) {
     for (int64_t dim = 0; dim < root->layout.ndim(); ++dim) {
-      const std::string what = "DeviceMesh::from_group: the group of " + dim_name(root->layout, dim);
+      const std::string what =
+          "DeviceMesh::from_group: the group of " + dim_name(root->layout, dim);
       TORCH_CHECK(groups[dim], what, " is null on rank ", get_rank(), ", which is in the mesh");
       const std::vector<int> along = mesh::slice(root->layout, *root->at, {{dim}}, {}).ranks;
       const std::vector<int> members = comm::global_ranks(groups[dim]);
-      TORCH_CHECK(along == members, what, " has ranks {", c10::Join(", ", members), "} but the mesh has {",
-                  c10::Join(", ", along), "} along it");
+      TORCH_CHECK(along == members, what, " has ranks {", c10::Join(", ", members),
+                  "} but the mesh has {", c10::Join(", ", along), "} along it");
     }
     root->groups = groups;
     root->key = "mesh/" + groups.front()->getGroupName() + "/" + c10::Join("_", ranks);
@@ -281,7 +294,8 @@ DeviceMesh init_device_mesh(const std::string& device, const std::vector<int64_t
   root->at = mesh::coordinate(root->layout, world.rank);
   for (int64_t dim = 0; dim < root->layout.ndim(); ++dim) {
     const Layout along = mesh::slice(root->layout, *root->at, {{dim}}, {});
-    root->groups.push_back(group_of(along.ranks, c10::str(root->key, "/", dim, "/", along.ranks.front()),
+    root->groups.push_back(group_of(along.ranks,
+                                    c10::str(root->key, "/", dim, "/", along.ranks.front()),
                                     dim_name(root->layout, dim)));
   }
   return whole(std::move(root));
@@ -289,8 +303,9 @@ DeviceMesh init_device_mesh(const std::string& device, const std::vector<int64_t
 
 std::string DeviceMesh::to_string() const {
   if (!impl_) return "DeviceMesh()";
-  return c10::str("DeviceMesh(", mesh::shape_text(impl_->layout), ", '", c10::DeviceTypeName(device_type(), true),
-                  "', ranks={", c10::Join(", ", ranks()), "})");
+  return c10::str("DeviceMesh(", mesh::shape_text(impl_->layout), ", '",
+                  c10::DeviceTypeName(device_type(), true), "', ranks={", c10::Join(", ", ranks()),
+                  "})");
 }
 
 bool DeviceMesh::operator==(const DeviceMesh& other) const {
@@ -299,7 +314,9 @@ bool DeviceMesh::operator==(const DeviceMesh& other) const {
   return impl_->layout == other.impl_->layout && device_type() == other.device_type();
 }
 
-std::ostream& operator<<(std::ostream& out, const DeviceMesh& mesh) { return out << mesh.to_string(); }
+std::ostream& operator<<(std::ostream& out, const DeviceMesh& mesh) {
+  return out << mesh.to_string();
+}
 
 DeviceMesh default_mesh() {
   static std::mutex mutex;
@@ -307,7 +324,8 @@ DeviceMesh default_mesh() {
   const std::lock_guard lock(mutex);
   if (!is_initialized()) init_process_group();
   if (made->first != world_group()) {
-    *made = {world_group(), init_device_mesh(c10::DeviceTypeName(get_device().type(), true), {get_world_size()})};
+    *made = {world_group(),
+             init_device_mesh(c10::DeviceTypeName(get_device().type(), true), {get_world_size()})};
   }
   return made->second;
 }

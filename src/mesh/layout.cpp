@@ -20,19 +20,20 @@ void check(const Layout& layout, const std::string& who) {
   TORCH_CHECK(!layout.shape.empty(), who, ": `shape` is empty");
   int64_t size = 1;
   for (int64_t extent : layout.shape) {
-    TORCH_CHECK(extent > 0, who, ": `shape` is ", shape_text({{}, layout.shape, {}}), ": all sizes must be positive");
+    TORCH_CHECK(extent > 0, who, ": `shape` is ", shape_text({{}, layout.shape, {}}),
+                ": all sizes must be positive");
     size *= extent;
   }
   TORCH_CHECK(size == static_cast<int64_t>(layout.ranks.size()), who, ": `shape` ",
               shape_text({{}, layout.shape, {}}), " has room for ", size, " ranks but there are ",
               layout.ranks.size());
-  TORCH_CHECK(layout.names.empty() || layout.names.size() == layout.shape.size(), who, ": `names` has ",
-              layout.names.size(), " entries (", c10::Join(", ", layout.names), ") for ", layout.shape.size(),
-              " dimensions");
+  TORCH_CHECK(layout.names.empty() || layout.names.size() == layout.shape.size(), who,
+              ": `names` has ", layout.names.size(), " entries (", c10::Join(", ", layout.names),
+              ") for ", layout.shape.size(), " dimensions");
   for (size_t i = 0; i < layout.names.size(); ++i) {
     TORCH_CHECK(!layout.names[i].empty(), who, ": `names` has an empty name at ", i);
-    TORCH_CHECK(std::count(layout.names.begin(), layout.names.end(), layout.names[i]) == 1, who, ": `names` has '",
-                layout.names[i], "' twice");
+    TORCH_CHECK(std::count(layout.names.begin(), layout.names.end(), layout.names[i]) == 1, who,
+                ": `names` has '", layout.names[i], "' twice");
   }
   std::vector<int> sorted = layout.ranks;
   std::sort(sorted.begin(), sorted.end());
@@ -52,8 +53,8 @@ std::optional<std::vector<int64_t>> coordinate(const Layout& layout, int rank) {
   return at;
 }
 
-Layout slice(const Layout& layout, const std::vector<int64_t>& at, const std::vector<std::vector<int64_t>>& dims,
-             const std::vector<std::string>& names) {
+Layout slice(const Layout& layout, const std::vector<int64_t>& at,
+             const std::vector<std::vector<int64_t>>& dims, const std::vector<std::string>& names) {
   const std::vector<int64_t> strides = strides_of(layout.shape);
   int64_t origin = 0;
   for (size_t dim = 0; dim < at.size(); ++dim) origin += at[dim] * strides[dim];

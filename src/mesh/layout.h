@@ -24,10 +24,10 @@ void check(const Layout& layout, const std::string& who);
 /// Where `rank` is; nothing if it is not there.
 std::optional<std::vector<int64_t>> coordinate(const Layout& layout, int rank);
 
-/// The part that runs along `dims` through `at`. Each entry of `dims` becomes one dimension of the result, made of one
-/// or several dimensions of `layout`, and takes its name from `names`.
-Layout slice(const Layout& layout, const std::vector<int64_t>& at, const std::vector<std::vector<int64_t>>& dims,
-             const std::vector<std::string>& names);
+/// The part that runs along `dims` through `at`. Each entry of `dims` becomes one dimension of the
+/// result, made of one or several dimensions of `layout`, and takes its name from `names`.
+Layout slice(const Layout& layout, const std::vector<int64_t>& at,
+             const std::vector<std::vector<int64_t>>& dims, const std::vector<std::string>& names);
 
 /// "(dp=2, tp=4)" or "(2, 4)".
 std::string shape_text(const Layout& layout);

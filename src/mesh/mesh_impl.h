@@ -6,12 +6,14 @@
 
 namespace fsdp2 {
 
-/// All ranks of the world as one dimension, on get_device()'s type; one mesh as long as the world lasts. Initialises the
-/// process group from the environment if need be. The first call is collective.
+/// All ranks of the world as one dimension, on get_device()'s type; one mesh as long as the world
+/// lasts. Initialises the process group from the environment if need be. The first call is
+/// collective.
 DeviceMesh default_mesh();
 
-/// A second group of the ranks along `dim`, reserved for reductions, so that they never queue behind all-gathers in
-/// get_group(dim). The first call for a group is collective over that group; a group of one rank is its own second.
+/// A second group of the ranks along `dim`, reserved for reductions, so that they never queue
+/// behind all-gathers in get_group(dim). The first call for a group is collective over that group;
+/// a group of one rank is its own second.
 ProcessGroup reduce_group_of(const DeviceMesh& mesh, const DeviceMesh::Dim& dim);
 
 }  // namespace fsdp2

@@ -1,12 +1,12 @@
-#include <fsdp2/collectives.h>
-
 #include "support/ranks.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include <fsdp2/collectives.h>
+
 #include <torch/torch.h>
 
 #include <chrono>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 #include <string>
 
 namespace fsdp2 {
@@ -36,14 +36,16 @@ INSTANTIATE_TEST_SUITE_P(Worlds, Collectives, ::testing::Values(1, 2, 3, 4));
 TEST_P(Collectives, AllGatherConcatenatesInRankOrderForEveryDtype) {
   const int world = GetParam();
   on_ranks(world, [world](int rank) {
-    for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kShort, at::kBool,
-                            at::kByte, at::kComplexFloat, at::kFloat8_e4m3fn}) {
+    for (const auto type :
+         {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kShort, at::kBool,
+          at::kByte, at::kComplexFloat, at::kFloat8_e4m3fn}) {
       const auto input = contribution(rank, 5, type);
       const auto output = torch::zeros({world * 5}, at::kFloat).to(type);
       wait(all_gather_single(output, input, world_group()));
       for (int other = 0; other < world; ++other) {
         const auto part = output.slice(0, other * 5, other * 5 + 5).to(at::kComplexDouble);
-        EXPECT_TRUE(part.equal(contribution(other, 5, type).to(at::kComplexDouble))) << toString(type);
+        EXPECT_TRUE(part.equal(contribution(other, 5, type).to(at::kComplexDouble)))
+            << toString(type);
       }
     }
   });
@@ -55,14 +57,16 @@ TEST_P(Collectives, AllGatherIntoAViewThatHoldsItsOwnInput) {
     const auto output = torch::zeros({world, 3});
     const auto input = output.select(0, rank).fill_(rank + 1);
     wait(all_gather_single(output, input, world_group()));
-    for (int other = 0; other < world; ++other) EXPECT_EQ(output[other].sum().item<float>(), 3 * (other + 1));
+    for (int other = 0; other < world; ++other)
+      EXPECT_EQ(output[other].sum().item<float>(), 3 * (other + 1));
   });
 }
 
 TEST_P(Collectives, ReduceScatterGivesEachRankItsPartOfTheReduction) {
   const int world = GetParam();
   on_ranks(world, [world](int rank) {
-    for (const auto type : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kComplexFloat}) {
+    for (const auto type :
+         {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kComplexFloat}) {
       const auto input = contribution(rank, world * 3, type);
       const auto before = input.clone();
       const auto output = torch::zeros({3}, type);
@@ -89,8 +93,8 @@ TEST_P(Collectives, AverageDividesExactlyOnce) {
       EXPECT_TRUE(reduced.equal(torch::full({3, 4}, mean, type))) << reduced;
 
       const auto part = torch::zeros({2}, type);
-      wait(reduce_scatter_single(part, torch::full({2 * world}, 3.0 * (rank + 1), type), ReduceOp::kAvg,
-                                 world_group()));
+      wait(reduce_scatter_single(part, torch::full({2 * world}, 3.0 * (rank + 1), type),
+                                 ReduceOp::kAvg, world_group()));
       EXPECT_TRUE(part.equal(torch::full({2}, mean, type))) << part;
     }
   });
@@ -139,7 +143,12 @@ TEST_P(Collectives, BroadcastFromEverySource) {
 TEST_P(Collectives, BytesOfUnequalLengths) {
   const int world = GetParam();
   on_ranks(world, [world](int rank) {
-    const auto bytes = [](int of) { return std::string(static_cast<size_t>(of), '\0') + (of == 1 ? "" : "x"); };
+    // Lengths 0, 3, 6 and 9, with a zero inside.
+    const auto bytes = [](int of) {
+      std::string text;
+      for (int i = 0; i < of; ++i) text += std::string("a\0b", 3);
+      return text;
+    };
     const auto all = all_gather_bytes(bytes(rank), world_group());
     ASSERT_EQ(all.size(), static_cast<size_t>(world));
     for (int other = 0; other < world; ++other) EXPECT_EQ(all[other], bytes(other));
@@ -187,18 +196,21 @@ TEST_P(Collectives, RefusesWrongTensorsBeforeAnythingIsSent) {
     const ProcessGroup group = world_group();
     const auto small = torch::ones({4}), large = torch::ones({4 * world});
     reset_collective_counts();
-    EXPECT_THAT(error_of([&] { all_gather_single(torch::ones({4 * world + 1}), small, group); }),
-                AllOf(HasSubstr("all_gather_single in group 'world' on rank"), HasSubstr("`output` has")));
+    EXPECT_THAT(
+        error_of([&] { all_gather_single(torch::ones({4 * world + 1}), small, group); }),
+        AllOf(HasSubstr("all_gather_single in group 'world' on rank"), HasSubstr("`output` has")));
     EXPECT_THAT(error_of([&] { all_gather_single(large, small.to(at::kDouble), group); }),
                 HasSubstr("`output` is Float but `input` is Double"));
-    EXPECT_THAT(error_of([&] { reduce_scatter_single(small, torch::ones({1, 3}), ReduceOp::kSum, group); }),
-                HasSubstr("`input` has 3 elements"));
+    EXPECT_THAT(
+        error_of([&] { reduce_scatter_single(small, torch::ones({1, 3}), ReduceOp::kSum, group); }),
+        HasSubstr("`input` has 3 elements"));
     EXPECT_THAT(error_of([&] { all_reduce(torch::ones({2, 3}).t(), ReduceOp::kSum, group); }),
                 HasSubstr("`tensor` is not contiguous"));
     EXPECT_THAT(error_of([&] { all_reduce(torch::Tensor(), ReduceOp::kSum, group); }),
                 HasSubstr("`tensor` is undefined"));
-    EXPECT_THAT(error_of([&] { all_reduce(torch::ones({2, 2}).to_sparse(), ReduceOp::kSum, group); }),
-                HasSubstr("not a plain dense tensor"));
+    EXPECT_THAT(
+        error_of([&] { all_reduce(torch::ones({2, 2}).to_sparse(), ReduceOp::kSum, group); }),
+        HasSubstr("not a plain dense tensor"));
     EXPECT_THAT(error_of([&] { all_reduce(torch::ones({2}, at::kBool), ReduceOp::kSum, group); }),
                 HasSubstr("cannot reduce Bool"));
     EXPECT_THAT(error_of([&] { all_reduce(torch::ones({2}, at::kLong), ReduceOp::kAvg, group); }),
@@ -217,7 +229,8 @@ TEST(CollectiveFailures, ATimeoutNamesCollectiveGroupAndRank) {
       wait(barrier(world_group()));
       return;
     }
-    const auto error = error_of([&] { wait(all_reduce(torch::ones({3}), ReduceOp::kAvg, pair), "the norm"); });
+    const auto error =
+        error_of([&] { wait(all_reduce(torch::ones({3}), ReduceOp::kAvg, pair), "the norm"); });
     EXPECT_THAT(error, AllOf(HasSubstr("all_reduce of 3 x Float in group 'pair' on rank 0 of 2"),
                              HasSubstr("timed out after"), HasSubstr("in the norm")));
     wait(barrier(world_group()));
@@ -230,9 +243,11 @@ TEST(CollectiveFailures, ARankThatDiesIsAnErrorOnTheOthers) {
     if (rank == 1) _exit(0);
     const auto started = std::chrono::steady_clock::now();
     const auto error = error_of([&] {
-      for (int step = 0; step < 3; ++step) wait(all_reduce(torch::ones({3}), ReduceOp::kSum, world_group()));
+      for (int step = 0; step < 3; ++step)
+        wait(all_reduce(torch::ones({3}), ReduceOp::kSum, world_group()));
     });
-    EXPECT_THAT(error, AllOf(HasSubstr("all_reduce of 3 x Float in group 'world'"), HasSubstr("failed after")));
+    EXPECT_THAT(error, AllOf(HasSubstr("all_reduce of 3 x Float in group 'world'"),
+                             HasSubstr("failed after")));
     EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(5));
   });
 }

@@ -1,13 +1,13 @@
-#include <fsdp2/device_mesh.h>
-
 #include "mesh/mesh_impl.h"
 #include "support/ranks.h"
 
 #include <fsdp2/collectives.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include <fsdp2/device_mesh.h>
+
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 #include <sstream>
 
 namespace fsdp2 {
@@ -30,7 +30,8 @@ std::string error_of(const std::function<void()>& body) {
 /// The ranks of a group, by asking them.
 std::vector<int> members(const ProcessGroup& group) {
   std::vector<int> ranks;
-  for (const auto& rank : all_gather_bytes(std::to_string(get_rank()), group)) ranks.push_back(std::stoi(rank));
+  for (const auto& rank : all_gather_bytes(std::to_string(get_rank()), group))
+    ranks.push_back(std::stoi(rank));
   return ranks;
 }
 
@@ -50,7 +51,8 @@ TEST_P(Mesh1D, IsTheWorld) {
     EXPECT_EQ(mesh.get_local_rank("dp"), rank);
     EXPECT_EQ(mesh.get_coordinate(), std::vector<int64_t>{rank});
     EXPECT_EQ(mesh.device(), c10::Device(c10::kCPU));
-    EXPECT_EQ(mesh.get_group(), world_group()) << "a dimension over the whole world reuses its group";
+    EXPECT_EQ(mesh.get_group(), world_group())
+        << "a dimension over the whole world reuses its group";
     EXPECT_EQ(mesh["dp"], mesh);
   });
 }
@@ -70,7 +72,8 @@ TEST_P(Mesh1D, ReductionsHaveAGroupOfTheirOwn) {
   on_ranks(world, [world](int rank) {
     const DeviceMesh mesh = init_device_mesh("cpu", {world});
     const ProcessGroup reductions = reduce_group_of(mesh, 0);
-    EXPECT_EQ(reduce_group_of(init_device_mesh("cpu", {world}), 0), reductions) << "made once a group";
+    EXPECT_EQ(reduce_group_of(init_device_mesh("cpu", {world}), 0), reductions)
+        << "made once a group";
     EXPECT_EQ(reductions != mesh.get_group(), world > 1);
     EXPECT_EQ(reductions->getRank(), rank);
     // One rank starts the two in another order than the rest.
@@ -95,9 +98,11 @@ TEST(MeshND, TwoByTwo) {
     EXPECT_EQ(mesh.get_local_rank(1), rank % 2);
     EXPECT_EQ(members(mesh.get_group("dp")), (std::vector<int>{rank % 2, rank % 2 + 2}));
     EXPECT_EQ(members(mesh.get_group("tp")), (std::vector<int>{rank / 2 * 2, rank / 2 * 2 + 1}));
-    EXPECT_THAT(error_of([&] { mesh.get_group(); }), HasSubstr("needs a 1-D mesh; this one is (dp=2, tp=2)"));
+    EXPECT_THAT(error_of([&] { mesh.get_group(); }),
+                HasSubstr("needs a 1-D mesh; this one is (dp=2, tp=2)"));
     EXPECT_THAT(error_of([&] { mesh.get_local_rank(); }), HasSubstr("give a dimension"));
-    EXPECT_THAT(error_of([&] { mesh.get_group("pp"); }), HasSubstr("no dimension 'pp'; there are: dp, tp"));
+    EXPECT_THAT(error_of([&] { mesh.get_group("pp"); }),
+                HasSubstr("no dimension 'pp'; there are: dp, tp"));
     EXPECT_THAT(error_of([&] { mesh.size(2); }), HasSubstr("dimension 2 is outside -2 to 1"));
   });
 }
@@ -110,8 +115,10 @@ TEST(MeshND, SlicesShareGroups) {
     EXPECT_THAT(dp.ranks(), ElementsAre(rank % 2, rank % 2 + 2));
     EXPECT_EQ(dp.get_local_rank(), rank / 2);
     EXPECT_EQ((mesh[std::vector<std::string>{"dp", "tp"}]), mesh);
-    EXPECT_THAT(error_of([&] { mesh[std::vector<std::string>{"tp", "dp"}]; }), HasSubstr("not in the mesh's order"));
-    EXPECT_THAT(error_of([&] { mesh[std::vector<std::string>{"dp", "dp"}]; }), HasSubstr("overlaps"));
+    EXPECT_THAT(error_of([&] { mesh[std::vector<std::string>{"tp", "dp"}]; }),
+                HasSubstr("not in the mesh's order"));
+    EXPECT_THAT(error_of([&] { mesh[std::vector<std::string>{"dp", "dp"}]; }),
+                HasSubstr("overlaps"));
     EXPECT_THAT(error_of([&] { mesh["pp"]; }), HasSubstr("there are: dp, tp"));
     EXPECT_THAT(error_of([&] { dp["tp"]; }), HasSubstr("there are: dp"));
     // Reductions of the two halves do not meet.
@@ -133,13 +140,15 @@ TEST(MeshND, FlattenedDimensionsAreSlicedFromTheRoot) {
     const DeviceMesh both = mesh[std::vector<std::string>{"data", "tp"}];
     EXPECT_EQ(both.shape(), (std::vector<int64_t>{2, 2}));
     EXPECT_THAT(both.ranks(), ElementsAre(0, 1, 2, 3));
-    EXPECT_THAT(error_of([&] { mesh[std::vector<std::string>{"data", "shard"}]; }), HasSubstr("overlaps"));
+    EXPECT_THAT(error_of([&] { mesh[std::vector<std::string>{"data", "shard"}]; }),
+                HasSubstr("overlaps"));
 
     const DeviceMesh all = mesh.flatten();
     EXPECT_THAT(all.mesh_dim_names(), ElementsAre("replicate_shard_tp"));
     EXPECT_EQ(all.get_group(), world_group());
     EXPECT_EQ(mesh.flatten().get_group(), all.get_group()) << "made once";
-    EXPECT_THAT(error_of([&] { mesh.flatten("data"); }), HasSubstr("'data' names other flattened dimensions"));
+    EXPECT_THAT(error_of([&] { mesh.flatten("data"); }),
+                HasSubstr("'data' names other flattened dimensions"));
     EXPECT_THAT(error_of([&] { mesh.flatten("tp"); }), HasSubstr("is a dimension of the mesh"));
   });
 }
@@ -157,10 +166,13 @@ TEST(MeshND, FromGroups) {
     EXPECT_EQ(mesh, init_device_mesh("cpu", {2, 2}, {"a", "b"}));
     EXPECT_EQ(mesh["b"].get_group(), groups[1]);
     EXPECT_EQ(members(reduce_group_of(mesh, "a")), (std::vector<int>{rank % 2, rank % 2 + 2}));
-    EXPECT_THAT(error_of([&] { DeviceMesh::from_group({groups[1], groups[0]}, c10::kCPU, {0, 1, 2, 3}, {2, 2}); }),
+    EXPECT_THAT(error_of([&] {
+                  DeviceMesh::from_group({groups[1], groups[0]}, c10::kCPU, {0, 1, 2, 3}, {2, 2});
+                }),
                 HasSubstr("the group of dim0 has ranks {"));
-    EXPECT_THAT(error_of([&] { DeviceMesh::from_group({groups[0]}, c10::kCPU, {0, 1, 2, 3}, {2, 2}); }),
-                HasSubstr("has 1 groups for 2 dimensions"));
+    EXPECT_THAT(
+        error_of([&] { DeviceMesh::from_group({groups[0]}, c10::kCPU, {0, 1, 2, 3}, {2, 2}); }),
+        HasSubstr("has 1 groups for 2 dimensions"));
 
     const auto line = DeviceMesh::from_group(groups[0], c10::kCPU, "a");
     EXPECT_EQ(line, mesh["a"]);
@@ -175,7 +187,8 @@ TEST(MeshND, AMeshOfSomeRanks) {
     EXPECT_EQ(mesh.size(), 2);
     if (rank == 1) {
       EXPECT_EQ(mesh.get_coordinate(), std::nullopt);
-      EXPECT_THAT(error_of([&] { mesh.get_group(); }), HasSubstr("rank 1 is not in the mesh of ranks {2, 0}"));
+      EXPECT_THAT(error_of([&] { mesh.get_group(); }),
+                  HasSubstr("rank 1 is not in the mesh of ranks {2, 0}"));
     } else {
       EXPECT_EQ(mesh.get_local_rank(), rank == 2 ? 0 : 1);
       EXPECT_EQ(members(mesh.get_group()), (std::vector<int>{2, 0}));
@@ -189,8 +202,10 @@ TEST(MeshErrors, BadArgumentsAndDisagreement) {
                 HasSubstr("`shape` (3) has room for 3 ranks but there are 2"));
     EXPECT_THAT(error_of([] { init_device_mesh("cpu", {}); }), HasSubstr("`shape` is empty"));
     EXPECT_THAT(error_of([] { init_device_mesh("cpu", {-1, -2}); }), HasSubstr("must be positive"));
-    EXPECT_THAT(error_of([] { init_device_mesh("cpu", {2, 1}, {"a", "a"}); }), HasSubstr("'a' twice"));
-    EXPECT_THAT(error_of([] { init_device_mesh("cpu", {2, 1}, {"a"}); }), HasSubstr("for 2 dimensions"));
+    EXPECT_THAT(error_of([] { init_device_mesh("cpu", {2, 1}, {"a", "a"}); }),
+                HasSubstr("'a' twice"));
+    EXPECT_THAT(error_of([] { init_device_mesh("cpu", {2, 1}, {"a"}); }),
+                HasSubstr("for 2 dimensions"));
     EXPECT_THAT(error_of([] { init_device_mesh("cpu:0", {2}); }), HasSubstr("`device` is 'cpu:0'"));
     EXPECT_THAT(error_of([] { init_device_mesh("cuda", {2}); }), HasSubstr("no backend for it"));
     EXPECT_THAT(error_of([&] { init_device_mesh("cpu", {1, 2}, {rank == 0 ? "a" : "b", "c"}); }),
