@@ -268,8 +268,8 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
   std::shared_ptr<ParamGroup> group;
   if (!plan.parameters.empty()) {
     group = std::make_shared<ParamGroup>(plan.names.front() + (plan.names.size() > 1 ? ", ..." : ""), mesh);
-    schedule->add(group);
     group->adopt(plan.parameters, plan.names);
+    schedule->add(group);
     for (size_t i = 0; i < plan.parameters.size(); ++i) {
       for (const Entry& entry : plan.entries[i]) *entry.registered = group->params()[i].shard;
     }

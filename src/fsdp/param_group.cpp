@@ -98,6 +98,15 @@ torch::Tensor Param::lock_member() const {
   return impl ? torch::Tensor(std::move(impl)) : torch::Tensor();
 }
 
+void Param::align_requires_grad(const torch::Tensor& member_tensor) {
+  const bool member_changed = member_tensor.requires_grad() != member_requires_grad;
+  if (member_changed) shard.set_requires_grad(member_tensor.requires_grad());
+  if (member_tensor.requires_grad() != shard.requires_grad()) {
+    member_tensor.set_requires_grad(shard.requires_grad());
+  }
+  member_requires_grad = member_tensor.requires_grad();
+}
+
 void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
                        const std::vector<std::string>& names) {
   const c10::Device device = mesh_.device();
@@ -114,6 +123,7 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
     set_write_observer(shard, observer);
     params_.push_back({layouts[i], std::move(shard), WeakTensor(member.getIntrusivePtr()),
                        WeakStorage(base), std::move(observer), torch::Tensor()});
+    params_.back().member_requires_grad = member.requires_grad();
     // The bit, on a storage that can be empty; everything else about the member stays.
     const c10::DispatchKey dense =
         c10::computeDispatchKey(member.scalar_type(), c10::Layout::Strided, device);

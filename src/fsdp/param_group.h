@@ -33,8 +33,11 @@ struct Param {
   std::shared_ptr<WriteObserver> observer;  // of the shard
   torch::Tensor stale_gradient;             // what a handle from before wrapping finds as its gradient
   uint32_t local_version = 0;               // of the shard's local part, when it was last gathered
+  bool member_requires_grad = false;        // as it was seen last
 
   torch::Tensor lock_member() const;
+  /// Brings the flags of member and shard in line: a user may freeze or thaw either.
+  void align_requires_grad(const torch::Tensor& member_tensor);
   /// Whether this very tensor, not a view of it, is the member.
   bool is_member(const torch::Tensor& tensor) const {
     return member._unsafe_get_target() == tensor.unsafeGetTensorImpl();

@@ -1,11 +1,10 @@
 #include "fsdp/schedule.h"
 
-#include <fsdp2/process_group.h>
+#include <c10/util/hash.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
-#include <atomic>
 #include <sstream>
 
 #include "fsdp/plain_ops.h"
@@ -63,14 +62,12 @@ size_t Schedule::StepHash::operator()(const Step& step) const {
          std::hash<const void*>()(std::get<2>(step)) * 2 + static_cast<size_t>(std::get<0>(step));
 }
 
-Schedule::Schedule() {
-  static std::atomic<int64_t> next{0};
-  id_ = next++;
-}
-
 void Schedule::add(const std::shared_ptr<ParamGroup>& group) {
   std::lock_guard lock(mutex_);
-  group->id = id_ * 4096 + static_cast<int64_t>(groups_.size());
+  // The same on all ranks, also if some of them have wrapped other modules besides.
+  size_t hash = groups_.size();
+  for (const Param& param : group->params()) hash = c10::hash_combine(hash, std::hash<std::string>()(param.layout.name));
+  group->id = static_cast<int64_t>(hash >> 16);
   group->schedule = shared_from_this();
   groups_.push_back(group);
 }

@@ -25,8 +25,6 @@ namespace fsdp2::fsdp {
 
 class Schedule : public std::enable_shared_from_this<Schedule> {
  public:
-  Schedule();
-
   /// Adds a group; wraps done later may merge two schedules into one. Both must be outside of backward.
   void add(const std::shared_ptr<ParamGroup>& group);
   void absorb(Schedule& other);
@@ -68,7 +66,6 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   std::recursive_mutex mutex_;
   std::vector<std::weak_ptr<ParamGroup>> groups_;
   std::vector<std::function<void()>> checks_;
-  int64_t id_;
   int64_t gathers_ = 0;     // started so far; the same on all ranks
   int64_t backwards_ = 0;   // begun so far
 

@@ -85,7 +85,7 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
       });
 }
 
-/// A member follows its shard, which is what the user freezes and thaws, before autograd looks at it.
+/// Before autograd looks at a member.
 void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                     c10::DispatchKeySet keys, torch::jit::Stack* stack, const dispatch::Next& next) {
   Pins pins;
@@ -94,11 +94,8 @@ void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
         const GatheredStorage* storage = gathered_storage(tensor);
         if (!storage) return std::nullopt;
         if (info.flags & kReadsEarly) pins.touch(*storage);
-        const Param& param = storage->group()->params()[storage->index()];
-        if (param.is_member(tensor) &&
-            tensor.requires_grad() != param.shard.requires_grad()) {
-          tensor.set_requires_grad(param.shard.requires_grad());
-        }
+        Param& param = storage->group()->params()[storage->index()];
+        if (param.is_member(tensor)) param.align_requires_grad(tensor);
         return std::nullopt;
       });
   next.callBoxed(op, keys, stack);
