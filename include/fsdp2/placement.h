@@ -18,7 +18,8 @@ class Placement {
   bool is_shard() const { return kind_ == Kind::kShard; }
   bool is_shard(int64_t dim) const { return is_shard() && dim_ == dim; }
   bool is_partial() const { return kind_ == Kind::kPartial; }
-  /// Of a Shard: the tensor dimension that is split; negative counts from the end until a DTensor is made.
+  /// Of a Shard: the tensor dimension that is split; negative counts from the end until a DTensor
+  /// is made.
   int64_t dim() const { return dim_; }
   /// Of a Partial: "sum", "avg", "max", "min", "product" or, of a PartialNorm, "norm".
   const std::string& reduce_op() const { return reduce_op_; }
@@ -41,13 +42,15 @@ class Placement {
 
 using Placements = std::vector<Placement>;
 
-/// Split along `dim` by the chunk rule: ceil(n / ranks) each, so trailing ranks may have less or nothing.
+/// Split along `dim` by the chunk rule: ceil(n / ranks) each, so trailing ranks may have less or
+/// nothing.
 Placement Shard(int64_t dim);
 /// The same whole tensor on every rank.
 Placement Replicate();
 /// A whole tensor on every rank that still has to be reduced over them.
 Placement Partial(std::string reduce_op = "sum");
-/// What a norm over shards gives: every rank holds the norm of its own part. `order` is finite and not 0.
+/// What a norm over shards gives: every rank holds the norm of its own part. `order` is finite and
+/// not 0.
 Placement PartialNorm(double order);
 
 /// The part of a dimension of size `size` that `rank` of `ranks` holds under the chunk rule.

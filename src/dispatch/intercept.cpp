@@ -136,7 +136,9 @@ void intercept(const Interception& interception) {
     std::optional<c10::OperatorHandle> op = dispatcher.findOp(name);
     if (!op || !op->hasSchema()) continue;
     const auto& entry = *op;
-    const bool composite = entry.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd);
+    const bool composite =
+        entry.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+        entry.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
     for (const Layout& layout : layouts) {
       const bool taken = entry.hasKernelForDispatchKey(layout.ours);
       const bool wanted = composite || entry.hasKernelForDispatchKey(layout.cpu) ||

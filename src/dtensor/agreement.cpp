@@ -1,10 +1,10 @@
 // Ops whose result steers the program: every rank gets the same answer.
 
-#include <fsdp2/collectives.h>
-
 #include "dtensor/operands.h"
 #include "dtensor/redistribute.h"
 #include "dtensor/rules.h"
+
+#include <fsdp2/collectives.h>
 
 namespace fsdp2::dtensor {
 namespace {
@@ -41,6 +41,13 @@ void equal(Call& call) {
   call.finish(agreed(at::equal(a, b), leader));
 }
 
+void allclose(Call& call) {
+  const at::Tensor close =
+      at::isclose(call.arg(0).toTensor(), call.arg(1).toTensor(), call.arg(2).toDouble(),
+                  call.arg(3).toDouble(), call.arg(4).toBool());
+  call.finish(close.all().item<bool>());
+}
+
 /// Gradients are unscaled on shards; found_inf is the maximum over the ranks.
 void unscale(Call& call) {
   const std::vector<at::Tensor> grads = call.arg(0).toTensorVector();
@@ -63,7 +70,8 @@ void unscale(Call& call) {
   const Spec& spec = *spec_of(leader);
   for (int64_t dim = 0; dim < spec.mesh.ndim(); ++dim) {
     if (spec.mesh.size(dim) == 1) continue;
-    wait(all_reduce(found, ReduceOp::kMax, spec.mesh.get_group(dim)), "agreement on non-finite gradients");
+    wait(all_reduce(found, ReduceOp::kMax, spec.mesh.get_group(dim)),
+         "agreement on non-finite gradients");
   }
 }
 
@@ -72,6 +80,7 @@ void unscale(Call& call) {
 RuleTable agreement_rules() {
   return {{"_local_scalar_dense", item},
           {"equal", equal},
+          {"allclose", allclose},
           {"_amp_foreach_non_finite_check_and_unscale_", unscale}};
 }
 

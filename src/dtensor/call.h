@@ -2,14 +2,14 @@
 
 // One op call that touches a DTensor, as a rule sees it.
 
+#include "dispatch/intercept.h"
+#include "dtensor/tensor_impl.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 
 #include <optional>
 #include <string>
-
-#include "dispatch/intercept.h"
-#include "dtensor/tensor_impl.h"
 
 namespace fsdp2::dtensor {
 
@@ -37,12 +37,12 @@ using Rule = void (*)(Call&);
 /// The rule for an op by its full name; null if there is none.
 Rule find_rule(const c10::OperatorName& name);
 
-/// Every layout is Replicate: any deterministic op on the whole values gives whole values. Tried when no rule is found;
-/// false if the call does not qualify (then nothing has changed).
+/// Every layout is Replicate: any deterministic op on the whole values gives whole values. Tried
+/// when no rule is found; false if the call does not qualify (then nothing has changed).
 bool run_replicated(Call& call);
 
-/// A leaf that an op records for backward gets its gradients in its own layout, whatever layout, or plain tensor of the
-/// whole size, they arrive in. Cheap when done already.
+/// A leaf that an op records for backward gets its gradients in its own layout, whatever layout, or
+/// plain tensor of the whole size, they arrive in. Cheap when done already.
 void convert_gradients_of(const at::Tensor& tensor);
 
 }  // namespace fsdp2::dtensor

@@ -1,12 +1,12 @@
 // Ops that move values: copy_, set_, clone, dtype conversion.
 
-#include <c10/util/Exception.h>
-
-#include <sstream>
-
 #include "dtensor/operands.h"
 #include "dtensor/redistribute.h"
 #include "dtensor/rules.h"
+
+#include <c10/util/Exception.h>
+
+#include <sstream>
 
 namespace fsdp2::dtensor {
 namespace {
@@ -20,7 +20,8 @@ void copy_into(Call& call) {
   run_pointwise(call, alike ? Linearity::kKeeps : Linearity::kNone);
 }
 
-/// What torch::load does to a parameter: takes the values, since the local part may be managed by others.
+/// What torch::load does to a parameter: takes the values, since the local part may be managed by
+/// others.
 void set_source(Call& call) {
   const at::Tensor self = call.arg(0).toTensor(), source = call.arg(1).toTensor();
   if (!is_dtensor(self)) call.refuse(source, "it would make a plain tensor of shards");
@@ -56,7 +57,6 @@ RuleTable copy_rules() {
   return {{"copy_", copy_into},
           {"copy", copy_into},
           {"clone", same_values},
-          {"contiguous", same_values},
           {"_to_copy", to_copy},
           {"set_.source_Tensor", set_source}};
 }

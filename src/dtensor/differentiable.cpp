@@ -1,5 +1,8 @@
 #include "dtensor/differentiable.h"
 
+#include "dtensor/call.h"
+#include "dtensor/redistribute.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -10,9 +13,6 @@
 #include <functional>
 #include <memory>
 #include <utility>
-
-#include "dtensor/call.h"
-#include "dtensor/redistribute.h"
 
 namespace fsdp2::dtensor {
 namespace {
@@ -28,7 +28,8 @@ struct Held : torch::CustomClassHolder {
   Backward backward;
 };
 
-/// Gives `result` the history "linear in `input`". Differentiable twice because `backward` is made of the functions below.
+/// Gives `result` the history "linear in `input`". Differentiable twice because `backward` is made
+/// of the functions below.
 struct Crossing : torch::autograd::Function<Crossing> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor&,
                             const c10::intrusive_ptr<Held>& held) {
@@ -37,7 +38,8 @@ struct Crossing : torch::autograd::Function<Crossing> {
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     if (!grads[0].defined()) return {at::Tensor(), at::Tensor()};
-    const auto held = c10::static_intrusive_pointer_cast<Held>(context->saved_data["backward"].toCapsule());
+    const auto held =
+        c10::static_intrusive_pointer_cast<Held>(context->saved_data["backward"].toCapsule());
     return {held->backward(grads[0]), at::Tensor()};
   }
 };
@@ -48,7 +50,8 @@ at::Tensor recorded(at::Tensor result, const at::Tensor& input, Backward backwar
   return Crossing::apply(input, c10::make_intrusive<Held>(std::move(result), std::move(backward)));
 }
 
-/// A gradient of a DTensor as a DTensor in its layout. Plain ones come from ops that only saw the global size.
+/// A gradient of a DTensor as a DTensor in its layout. Plain ones come from ops that only saw the
+/// global size.
 at::Tensor in_layout(const at::Tensor& grad, const SpecPtr& spec, c10::IntArrayRef sizes) {
   at::Tensor whole = grad;
   if (!is_dtensor(grad)) {
@@ -59,14 +62,16 @@ at::Tensor in_layout(const at::Tensor& grad, const SpecPtr& spec, c10::IntArrayR
   return redistribute_differentiably(whole, spec);
 }
 
-/// How much the global value changes with one rank's part of a Partial; parts of Shards and Replicates are the value.
+/// How much the global value changes with one rank's part of a Partial; parts of Shards and
+/// Replicates are the value.
 double share_of_part(const Spec& spec) {
   double share = 1;
   for (size_t i = 0; i < spec.placements.size(); ++i) {
     const Placement& placement = spec.placements[i];
     if (!placement.is_partial() || placement.reduce_op() == "sum") continue;
     TORCH_CHECK_NOT_IMPLEMENTED(placement.reduce_op() == "avg", "the local part of a ",
-                                placement.to_string(), " DTensor has no gradient: redistribute first");
+                                placement.to_string(),
+                                " DTensor has no gradient: redistribute first");
     share /= static_cast<double>(spec.mesh.size(static_cast<int64_t>(i)));
   }
   return share;
@@ -78,7 +83,8 @@ at::Tensor scaled(const at::Tensor& tensor, double factor) {
 
 }  // namespace
 
-at::Tensor wrap_differentiably(const at::Tensor& local, const SpecPtr& spec, c10::IntArrayRef sizes) {
+at::Tensor wrap_differentiably(const at::Tensor& local, const SpecPtr& spec,
+                               c10::IntArrayRef sizes) {
   at::Tensor result = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
     return wrap(local.alias(), spec, sizes);
@@ -98,7 +104,8 @@ at::Tensor unwrap_differentiably(const at::Tensor& tensor) {
   }();
   // Writes to the result are writes to the local part, and count as such.
   if (!result.is_inference() && !local.is_inference()) {
-    torch::autograd::impl::set_version_counter(result, torch::autograd::impl::version_counter(local));
+    torch::autograd::impl::set_version_counter(result,
+                                               torch::autograd::impl::version_counter(local));
   }
   const SpecPtr spec = spec_of(tensor);
   const std::vector<int64_t> size = tensor.sizes().vec();
@@ -120,9 +127,8 @@ at::Tensor redistribute_differentiably(const at::Tensor& tensor, const SpecPtr& 
   }();
   const SpecPtr back = without_partial(from);
   const std::vector<int64_t> size = tensor.sizes().vec();
-  return recorded(std::move(result), tensor, [=](const at::Tensor& grad) {
-    return in_layout(grad, back, size);
-  });
+  return recorded(std::move(result), tensor,
+                  [=](const at::Tensor& grad) { return in_layout(grad, back, size); });
 }
 
 void convert_gradients_of(const at::Tensor& tensor) {

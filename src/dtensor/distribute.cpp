@@ -1,18 +1,20 @@
-#include <c10/util/Exception.h>
+#include "dtensor/tensor_impl.h"
+
 #include <fsdp2/collectives.h>
 #include <fsdp2/dtensor.h>
 
-#include <utility>
+#include <c10/util/Exception.h>
 
-#include "dtensor/tensor_impl.h"
+#include <utility>
 
 namespace fsdp2 {
 namespace {
 
-dtensor::SpecPtr spec_for(const torch::Tensor& tensor, const DeviceMesh& mesh, Placements placements,
-                          const char* what) {
+dtensor::SpecPtr spec_for(const torch::Tensor& tensor, const DeviceMesh& mesh,
+                          Placements placements, const char* what) {
   TORCH_CHECK_TYPE(tensor.defined(), what, ": the tensor is undefined");
-  TORCH_CHECK_TYPE(!is_dtensor(tensor), what, ": the tensor is a DTensor already, use redistribute()");
+  TORCH_CHECK_TYPE(!is_dtensor(tensor), what,
+                   ": the tensor is a DTensor already, use redistribute()");
   placements = dtensor::normalized(std::move(placements), tensor.dim(), what);
   for (const Placement& placement : placements) {
     TORCH_CHECK_VALUE(!placement.is_partial(), what, ": a whole tensor cannot be laid out as ",
@@ -32,7 +34,8 @@ DTensor leaf_of(const torch::Tensor& whole, const dtensor::SpecPtr& spec, bool r
 
 }  // namespace
 
-DTensor distribute_tensor(const torch::Tensor& tensor, const DeviceMesh& mesh, Placements placements) {
+DTensor distribute_tensor(const torch::Tensor& tensor, const DeviceMesh& mesh,
+                          Placements placements) {
   const auto spec = spec_for(tensor, mesh, std::move(placements), "distribute_tensor");
   torch::NoGradGuard no_grad;
   if (tensor.is_meta()) return leaf_of(tensor, spec, tensor.requires_grad());

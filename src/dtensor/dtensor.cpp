@@ -1,3 +1,6 @@
+#include "dtensor/differentiable.h"
+#include "dtensor/global_size.h"
+
 #include <fsdp2/dtensor.h>
 
 #include <c10/util/Exception.h>
@@ -5,22 +8,21 @@
 #include <sstream>
 #include <utility>
 
-#include "dtensor/differentiable.h"
-#include "dtensor/global_size.h"
-
 namespace fsdp2 {
 
 using dtensor::spec_of;
 
 DTensor::DTensor(const torch::Tensor& tensor) : torch::Tensor(tensor) {
   TORCH_CHECK_TYPE(is_dtensor(tensor), "expected a DTensor, got ",
-                   tensor.defined() ? "a plain tensor: make one with distribute_tensor or DTensor::from_local"
-                                    : "an undefined tensor");
+                   tensor.defined()
+                       ? "a plain tensor: make one with distribute_tensor or DTensor::from_local"
+                       : "an undefined tensor");
 }
 
-DTensor DTensor::from_local(const torch::Tensor& local, const DeviceMesh& mesh, Placements placements,
-                            std::optional<std::vector<int64_t>> size) {
-  TORCH_CHECK_TYPE(local.defined() && !is_dtensor(local), "DTensor::from_local takes a plain tensor");
+DTensor DTensor::from_local(const torch::Tensor& local, const DeviceMesh& mesh,
+                            Placements placements, std::optional<std::vector<int64_t>> size) {
+  TORCH_CHECK_TYPE(local.defined() && !is_dtensor(local),
+                   "DTensor::from_local takes a plain tensor");
   register_dtensor();
   const auto spec = dtensor::make_spec(
       mesh, dtensor::normalized(std::move(placements), local.dim(), "DTensor::from_local"));
@@ -53,7 +55,8 @@ DTensor DTensor::redistribute(Placements placements) const {
 
 std::string DTensor::to_string() const {
   std::ostringstream out;
-  out << "DTensor(local_tensor=" << local_part(*this) << ", device_mesh=" << device_mesh().to_string()
+  out << "DTensor(local_tensor=" << local_part(*this)
+      << ", device_mesh=" << device_mesh().to_string()
       << ", placements=" << fsdp2::to_string(placements()) << ')';
   return out.str();
 }

@@ -1,10 +1,11 @@
 #pragma once
 
-// What the rest of the library may do to a DTensor that a user may not: reach its local part without autograd, and
-// be told of writes.
+// What the rest of the library may do to a DTensor that a user may not: reach its local part
+// without autograd, and be told of writes.
+
+#include <fsdp2/dtensor.h>
 
 #include <c10/core/TensorImpl.h>
-#include <fsdp2/dtensor.h>
 
 #include <memory>
 
@@ -17,18 +18,20 @@ class WriteObserver {
   virtual void before_write() = 0;
 };
 
-/// Local part in -> DTensor out: no communication, no checks, not differentiable (a fresh leaf). `placements` have
-/// non-negative dims. Shares memory with `local`.
+/// Local part in -> DTensor out: no communication, no checks, not differentiable (a fresh leaf).
+/// `placements` have non-negative dims. Shares memory with `local`.
 torch::Tensor make_dtensor(const torch::Tensor& local, const DeviceMesh& mesh,
                            const Placements& placements, c10::IntArrayRef sizes);
 
 /// The local part itself, without autograd. `tensor` must be a DTensor.
 const torch::Tensor& local_part(const torch::Tensor& tensor);
 
-/// Observes writes to this DTensor and to every detached alias made of it later (`data()`, `detach()`).
+/// Observes writes to this DTensor and to every detached alias made of it later (`data()`,
+/// `detach()`).
 void set_write_observer(const torch::Tensor& tensor, std::weak_ptr<WriteObserver> observer);
 
-/// Makes torch's dispatcher know DTensors; called by everything that makes one. Cheap after the first time.
+/// Makes torch's dispatcher know DTensors; called by everything that makes one. Cheap after the
+/// first time.
 void register_dtensor();
 
 }  // namespace fsdp2

@@ -1,4 +1,5 @@
-// Ops that make a new tensor after the size, dtype and device of a DTensor: zeros_like, new_zeros, ...
+// Ops that make a new tensor after the size, dtype and device of a DTensor: zeros_like, new_zeros,
+// ...
 
 #include "dtensor/rules.h"
 
@@ -22,8 +23,8 @@ void with_size(Call& call) {
   const SpecPtr spec = alike ? without_partial(spec_of(self)) : all_replicate(*spec_of(self));
   const Sizes local = local_sizes(*spec, sizes);
   if (const auto index = call.find("stride")) {
-    const at::Tensor like = at::empty(sizes, at::device(at::kMeta))
-                                .as_strided(sizes, call.arg(*index).toIntVector());
+    const at::Tensor like =
+        at::empty(sizes, at::device(at::kMeta)).as_strided(sizes, call.arg(*index).toIntVector());
     call.arg(*index) = c10::IntArrayRef(strides_like(local, like)).vec();
   }
   call.arg(0) = local_of(self);
@@ -35,10 +36,9 @@ void with_size(Call& call) {
 }  // namespace
 
 RuleTable factory_rules() {
-  return {{"zeros_like", like},          {"ones_like", like},    {"full_like", like},
-          {"empty_like", like},          {"new_zeros", with_size}, {"new_ones", with_size},
-          {"new_full", with_size},       {"new_empty", with_size},
-          {"new_empty_strided", with_size}};
+  return {{"zeros_like", like},    {"ones_like", like},      {"full_like", like},
+          {"empty_like", like},    {"new_zeros", with_size}, {"new_ones", with_size},
+          {"new_full", with_size}, {"new_empty", with_size}, {"new_empty_strided", with_size}};
 }
 
 }  // namespace fsdp2::dtensor

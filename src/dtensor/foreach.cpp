@@ -1,12 +1,13 @@
-// Ops over lists of tensors: _foreach_*, and the fused optimizers. The n-th tensors of all lists belong together.
-
-#include <c10/util/Exception.h>
-
-#include <sstream>
+// Ops over lists of tensors: _foreach_*, and the fused optimizers. The n-th tensors of all lists
+// belong together.
 
 #include "dtensor/operands.h"
 #include "dtensor/redistribute.h"
 #include "dtensor/rules.h"
+
+#include <c10/util/Exception.h>
+
+#include <sstream>
 
 namespace fsdp2::dtensor {
 namespace {
@@ -23,7 +24,8 @@ Lists lists_of(Call& call) {
   return lists;
 }
 
-/// The layout of the n-th tensors: of the written one, else of the first DTensor. Nothing if all are plain.
+/// The layout of the n-th tensors: of the written one, else of the first DTensor. Nothing if all
+/// are plain.
 std::optional<Target> target_of(Call& call, const Lists& lists, size_t n) {
   const at::Tensor* leader = nullptr;
   for (const auto& [index, list] : lists) {
@@ -37,7 +39,7 @@ std::optional<Target> target_of(Call& call, const Lists& lists, size_t n) {
                 Sizes(leader->sizes().begin(), leader->sizes().end())};
 }
 
-void foreach(Call& call) {
+void foreach (Call& call) {
   const Lists lists = lists_of(call);
   size_t count = 0;
   for (const auto& [index, list] : lists) count = std::max(count, list.size());
@@ -110,29 +112,20 @@ void foreach_max(Call& call) {
   call.finish(std::move(values));
 }
 
+constexpr std::string_view kForeach =
+    "_foreach_abs _foreach_add _foreach_addcdiv _foreach_addcmul _foreach_ceil _foreach_clamp_max "
+    "_foreach_clamp_min _foreach_copy _foreach_cos _foreach_div _foreach_exp _foreach_floor "
+    "_foreach_lerp _foreach_log _foreach_maximum _foreach_minimum _foreach_mul _foreach_neg "
+    "_foreach_pow _foreach_reciprocal _foreach_round _foreach_rsqrt _foreach_sigmoid "
+    "_foreach_sign _foreach_sin _foreach_sqrt _foreach_sub _foreach_tanh _foreach_trunc "
+    "_foreach_zero";
+
 }  // namespace
 
 RuleTable foreach_rules() {
   RuleTable table = {{"_foreach_norm.Scalar", foreach_norm}, {"_foreach_max", foreach_max}};
-  for (std::string_view name :
-       {"_foreach_abs",       "_foreach_abs_",       "_foreach_add",       "_foreach_add_",
-        "_foreach_addcdiv",   "_foreach_addcdiv_",   "_foreach_addcmul",   "_foreach_addcmul_",
-        "_foreach_ceil",      "_foreach_ceil_",      "_foreach_clamp_max", "_foreach_clamp_max_",
-        "_foreach_clamp_min", "_foreach_clamp_min_", "_foreach_copy_",     "_foreach_copy",
-        "_foreach_cos",       "_foreach_cos_",       "_foreach_div",       "_foreach_div_",
-        "_foreach_exp",       "_foreach_exp_",       "_foreach_floor",     "_foreach_floor_",
-        "_foreach_lerp",      "_foreach_lerp_",      "_foreach_log",       "_foreach_log_",
-        "_foreach_maximum",   "_foreach_maximum_",   "_foreach_minimum",   "_foreach_minimum_",
-        "_foreach_mul",       "_foreach_mul_",       "_foreach_neg",       "_foreach_neg_",
-        "_foreach_pow",       "_foreach_pow_",       "_foreach_reciprocal", "_foreach_reciprocal_",
-        "_foreach_round",     "_foreach_round_",     "_foreach_rsqrt",     "_foreach_rsqrt_",
-        "_foreach_sigmoid",   "_foreach_sigmoid_",   "_foreach_sign",      "_foreach_sign_",
-        "_foreach_sin",       "_foreach_sin_",       "_foreach_sqrt",      "_foreach_sqrt_",
-        "_foreach_sub",       "_foreach_sub_",       "_foreach_tanh",      "_foreach_tanh_",
-        "_foreach_trunc",     "_foreach_trunc_",     "_foreach_zero",      "_foreach_zero_",
-        "_fused_adam_",       "_fused_adamw_",       "_fused_sgd_",        "_fused_adagrad_"}) {
-    table.push_back({name, foreach});
-  }
+  add_rules(table, foreach, kForeach, /*in_place_too=*/true);
+  add_rules(table, foreach, "_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_");
   return table;
 }
 

@@ -1,7 +1,8 @@
 #include "dtensor/global_size.h"
 
-#include <c10/util/Exception.h>
 #include <fsdp2/collectives.h>
+
+#include <c10/util/Exception.h>
 
 #include <cstring>
 #include <string>
@@ -17,7 +18,8 @@ std::vector<std::vector<int64_t>> all_sizes(const at::Tensor& local, const Spec&
   for (int64_t dim = spec.mesh.ndim() - 1; dim >= 0; --dim) {
     if (spec.mesh.size(dim) == 1) continue;
     std::string joined;
-    for (const std::string& each : all_gather_bytes(bytes, spec.mesh.get_group(dim))) joined += each;
+    for (const std::string& each : all_gather_bytes(bytes, spec.mesh.get_group(dim)))
+      joined += each;
     bytes = std::move(joined);
   }
   std::vector<int64_t> numbers(bytes.size() / sizeof(int64_t));
@@ -44,8 +46,7 @@ std::vector<int64_t> expected_size(const Spec& spec, c10::IntArrayRef size,
                                    const std::vector<int64_t>& coordinate) {
   std::vector<int64_t> expected = size.vec();
   for (size_t dim = 0; dim < expected.size(); ++dim) {
-    expected[dim] =
-        part_along(spec, coordinate, static_cast<int64_t>(dim), expected[dim]).length;
+    expected[dim] = part_along(spec, coordinate, static_cast<int64_t>(dim), expected[dim]).length;
   }
   return expected;
 }
@@ -55,10 +56,10 @@ std::vector<int64_t> expected_size(const Spec& spec, c10::IntArrayRef size,
 void check_local_size(const at::Tensor& local, const Spec& spec, c10::IntArrayRef size) {
   const bool dims = static_cast<int64_t>(size.size()) == local.dim();
   const auto expected = dims ? expected_size(spec, size, spec.coordinate) : size.vec();
-  TORCH_CHECK_VALUE(dims && local.sizes() == c10::IntArrayRef(expected), "DTensor::from_local on rank ",
-                    get_rank(), ": the local tensor has size ", local.sizes(), " but a tensor of size ",
-                    size, " laid out as ", to_string(spec.placements), " gives this rank ",
-                    c10::IntArrayRef(expected));
+  TORCH_CHECK_VALUE(dims && local.sizes() == c10::IntArrayRef(expected),
+                    "DTensor::from_local on rank ", get_rank(), ": the local tensor has size ",
+                    local.sizes(), " but a tensor of size ", size, " laid out as ",
+                    to_string(spec.placements), " gives this rank ", c10::IntArrayRef(expected));
 }
 
 std::vector<int64_t> gather_global_size(const at::Tensor& local, const Spec& spec) {
@@ -72,7 +73,8 @@ std::vector<int64_t> gather_global_size(const at::Tensor& local, const Spec& spe
       const auto coordinate = coordinate_of(static_cast<int64_t>(i), shape);
       bool counts = dim < sizes[i].size();
       for (size_t j = 0; j < shape.size(); ++j) {
-        counts = counts && (coordinate[j] == 0 || spec.placements[j].is_shard(static_cast<int64_t>(dim)));
+        counts = counts &&
+                 (coordinate[j] == 0 || spec.placements[j].is_shard(static_cast<int64_t>(dim)));
       }
       if (counts) total[dim] += sizes[i][dim];
     }

@@ -1,5 +1,8 @@
 // Where every op on a DTensor arrives: finds its rule and runs it.
 
+#include "dtensor/call.h"
+#include "dtensor/rules.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/flat_hash_map.h>
@@ -8,9 +11,6 @@
 #include <sstream>
 #include <string>
 #include <unordered_map>
-
-#include "dtensor/call.h"
-#include "dtensor/rules.h"
 
 namespace fsdp2 {
 namespace dtensor {
@@ -24,14 +24,15 @@ Rules build_rules() {
        {pointwise_rules(), copy_rules(), view_rules(), factory_rules(), reduction_rules(),
         stacking_rules(), foreach_rules(), random_rules(), agreement_rules()}) {
     for (const NamedRule& entry : table) {
-      const bool fresh = rules.emplace("aten::" + std::string(entry.name), entry.rule).second;
+      const bool fresh = rules.emplace("aten::" + entry.name, entry.rule).second;
       TORCH_INTERNAL_ASSERT(fresh, "two DTensor rules for ", entry.name);
     }
   }
   return rules;
 }
 
-/// Rules by the schema's address, which lives as long as the op; filled once, so reads take no lock.
+/// Rules by the schema's address, which lives as long as the op; filled once, so reads take no
+/// lock.
 class RuleCache {
  public:
   RuleCache() {
@@ -101,10 +102,19 @@ void Call::refuse(const at::Tensor& dtensor, const std::string& why) const {
     out << " of size " << dtensor.sizes() << " laid out as "
         << to_string(spec_of(dtensor)->placements);
   }
-  out << ": " << why << ". Take the whole tensor with full_tensor(), this rank's part with to_local(), "
+  out << ": " << why
+      << ". Take the whole tensor with full_tensor(), this rank's part with to_local(), "
       << "or change the layout with redistribute()";
   TORCH_CHECK_NOT_IMPLEMENTED(false, out.str());
   std::abort();
+}
+
+void add_rules(RuleTable& table, Rule rule, std::string_view names, bool in_place_too) {
+  std::istringstream words{std::string(names)};
+  for (std::string name; words >> name;) {
+    table.push_back({name, rule});
+    if (in_place_too) table.push_back({name + "_", rule});
+  }
 }
 
 Rule find_rule(const c10::OperatorName& name) {

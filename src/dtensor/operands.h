@@ -2,9 +2,9 @@
 
 // What every rule needs to make its operands agree on a layout.
 
-#include <c10/util/SmallVector.h>
-
 #include "dtensor/call.h"
+
+#include <c10/util/SmallVector.h>
 
 namespace fsdp2::dtensor {
 
@@ -14,8 +14,9 @@ struct Target {
   Sizes sizes;
 };
 
-/// The local part of `operand` under `target`: of a DTensor redistributed if need be, of a plain tensor of the same
-/// global size its own chunk, of a 0-dim tensor itself. An error, naming op, sizes and remedy, for any other.
+/// The local part of `operand` under `target`: of a DTensor redistributed if need be, of a plain
+/// tensor of the same global size its own chunk, of a 0-dim tensor itself. An error, naming op,
+/// sizes and remedy, for any other.
 at::Tensor conform(const Call& call, const at::Tensor& operand, const Target& target);
 
 /// True for a plain tensor that is not a C++ number in disguise.

@@ -21,8 +21,8 @@ Placement Replicate() { return Placement(); }
 
 Placement Partial(std::string reduce_op) {
   constexpr std::array<std::string_view, 5> known = {"sum", "avg", "max", "min", "product"};
-  TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), reduce_op) != known.end(),
-                    "Partial(\"", reduce_op, "\"): the reduction must be sum, avg, max, min or product");
+  TORCH_CHECK_VALUE(std::find(known.begin(), known.end(), reduce_op) != known.end(), "Partial(\"",
+                    reduce_op, "\"): the reduction must be sum, avg, max, min or product");
   Placement placement;
   placement.kind_ = Placement::Kind::kPartial;
   placement.reduce_op_ = std::move(reduce_op);

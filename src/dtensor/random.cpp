@@ -1,17 +1,20 @@
-// Random numbers: those that one process would draw. Every rank draws the whole tensor and keeps its part, so ranks
-// with one seed get the parts of one tensor; replicas take the first one's, whatever their seeds.
-
-#include <fsdp2/collectives.h>
+// Random numbers: those that one process would draw. Every rank draws the whole tensor and keeps
+// its part, so ranks with one seed get the parts of one tensor; replicas take the first one's,
+// whatever their seeds.
 
 #include "dtensor/rules.h"
+
+#include <fsdp2/collectives.h>
 
 namespace fsdp2::dtensor {
 namespace {
 
 void agree_replicas(const at::Tensor& local, const Spec& spec) {
   for (int64_t dim = 0; dim < spec.mesh.ndim(); ++dim) {
-    if (!spec.placements[dim].is_replicate() || spec.mesh.size(dim) == 1 || local.numel() == 0) continue;
-    wait(broadcast(local.is_complex() ? at::view_as_real(local) : local, 0, spec.mesh.get_group(dim)),
+    if (!spec.placements[dim].is_replicate() || spec.mesh.size(dim) == 1 || local.numel() == 0)
+      continue;
+    wait(broadcast(local.is_complex() ? at::view_as_real(local) : local, 0,
+                   spec.mesh.get_group(dim)),
          "broadcast of random numbers");
   }
 }
@@ -47,10 +50,10 @@ void like(Call& call) {
 }  // namespace
 
 RuleTable random_rules() {
-  return {{"normal_", in_place},      {"uniform_", in_place},     {"random_", in_place},
+  return {{"normal_", in_place},          {"uniform_", in_place},     {"random_", in_place},
           {"bernoulli_.float", in_place}, {"exponential_", in_place}, {"cauchy_", in_place},
-          {"log_normal_", in_place},  {"geometric_", in_place},   {"rand_like", like},
-          {"randn_like", like},       {"randint_like", like}};
+          {"log_normal_", in_place},      {"geometric_", in_place},   {"rand_like", like},
+          {"randn_like", like},           {"randint_like", like}};
 }
 
 }  // namespace fsdp2::dtensor

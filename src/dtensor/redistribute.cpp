@@ -1,15 +1,15 @@
 #include "dtensor/redistribute.h"
 
-#include <c10/util/Exception.h>
+#include "dtensor/tensor_impl.h"
+
 #include <fsdp2/collectives.h>
 
 #include <ATen/ops/amax.h>
 #include <ATen/ops/amin.h>
 #include <ATen/ops/stack.h>
+#include <c10/util/Exception.h>
 
 #include <utility>
-
-#include "dtensor/tensor_impl.h"
 
 namespace fsdp2::dtensor {
 namespace {
@@ -43,12 +43,14 @@ at::Tensor shard_to_replicate(const at::Tensor& local, const DeviceMesh& mesh, i
   const int64_t ranks = mesh.size(mesh_dim);
   if (ranks == 1) return local;
   const at::Tensor rows = local.movedim(dim, 0);
-  at::Tensor gathered = gather_whole(padded(rows, chunk_of(extent, ranks, 0).length), mesh, mesh_dim);
+  at::Tensor gathered =
+      gather_whole(padded(rows, chunk_of(extent, ranks, 0).length), mesh, mesh_dim);
   // Only trailing ranks are short, so padding lies at the end.
   return gathered.flatten(0, 1).narrow(0, 0, extent).movedim(0, dim).contiguous();
 }
 
-at::Tensor all_reduced(const at::Tensor& local, const DeviceMesh& mesh, int64_t mesh_dim, ReduceOp op) {
+at::Tensor all_reduced(const at::Tensor& local, const DeviceMesh& mesh, int64_t mesh_dim,
+                       ReduceOp op) {
   at::Tensor out = local.clone(at::MemoryFormat::Contiguous);
   const at::Tensor real = out.is_complex() ? at::view_as_real(out) : out;
   if (out.numel() > 0) {
@@ -66,9 +68,12 @@ at::Tensor partial_to_replicate(const at::Tensor& local, const DeviceMesh& mesh,
   if (op == "norm") {
     const double order = partial.norm_order();
     const at::Tensor powers = local.to(at::kDouble).pow(order);
-    return all_reduced(powers, mesh, mesh_dim, ReduceOp::kSum).pow(1 / order).to(local.scalar_type());
+    return all_reduced(powers, mesh, mesh_dim, ReduceOp::kSum)
+        .pow(1 / order)
+        .to(local.scalar_type());
   }
-  // Gathered and reduced here: backends differ on what a maximum makes of NaN and do not take every dtype.
+  // Gathered and reduced here: backends differ on what a maximum makes of NaN and do not take every
+  // dtype.
   const at::Tensor parts = gather_whole(local, mesh, mesh_dim);
   if (op == "max") return at::amax(parts, 0);
   if (op == "min") return at::amin(parts, 0);
@@ -91,8 +96,8 @@ at::Tensor partial_to_shard(const at::Tensor& local, const DeviceMesh& mesh, int
   return output.narrow(0, 0, own.length).movedim(0, dim).contiguous();
 }
 
-/// Mesh dimensions that must pass through Replicate: those that change, and those that split further what a changing
-/// one splits before or after.
+/// Mesh dimensions that must pass through Replicate: those that change, and those that split
+/// further what a changing one splits before or after.
 std::vector<bool> changing(const Spec& from, const Spec& to) {
   const size_t count = from.placements.size();
   std::vector<bool> changes(count, false);
@@ -139,8 +144,7 @@ at::Tensor redistribute_local(const at::Tensor& local, c10::IntArrayRef sizes, c
     const Placement& target = to.placements[i];
     if (placement.is_shard()) {
       const int64_t dim = placement.dim();
-      const int64_t extent =
-          part_along(now, now.coordinate, dim, sizes[dim], i).length;
+      const int64_t extent = part_along(now, now.coordinate, dim, sizes[dim], i).length;
       value = shard_to_replicate(value, now.mesh, i, dim, extent);
       now.placements[i] = Replicate();
       continue;

@@ -6,8 +6,9 @@
 
 namespace fsdp2::dtensor {
 
-/// The local part, under `to`, of the tensor of size `sizes` whose local part under `from` is `local`. Same mesh.
-/// Collective unless nothing has to move; may alias `local`. A change to Partial is an error.
+/// The local part, under `to`, of the tensor of size `sizes` whose local part under `from` is
+/// `local`. Same mesh. Collective unless nothing has to move; may alias `local`. A change to
+/// Partial is an error.
 at::Tensor redistribute_local(const at::Tensor& local, c10::IntArrayRef sizes, const Spec& from,
                               const Spec& to);
 

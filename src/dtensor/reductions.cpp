@@ -1,5 +1,8 @@
 // Reductions: each rank reduces its part, and what spans ranks is left as a Partial.
 
+#include "dtensor/redistribute.h"
+#include "dtensor/rules.h"
+
 #include <ATen/WrapDimUtils.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -9,9 +12,6 @@
 #include <limits>
 #include <optional>
 #include <utility>
-
-#include "dtensor/redistribute.h"
-#include "dtensor/rules.h"
 
 namespace fsdp2::dtensor {
 namespace {
@@ -78,13 +78,15 @@ std::optional<at::ScalarType> dtype_argument(Call& call) {
 }
 
 bool all_linear(const Spec& spec) {
-  return std::all_of(spec.placements.begin(), spec.placements.end(), [](const Placement& placement) {
-    return !placement.is_partial() || placement.reduce_op() == "sum" || placement.reduce_op() == "avg";
-  });
+  return std::all_of(spec.placements.begin(), spec.placements.end(),
+                     [](const Placement& placement) {
+                       return !placement.is_partial() || placement.reduce_op() == "sum" ||
+                              placement.reduce_op() == "avg";
+                     });
 }
 
-/// The tensor to reduce: Partials first become whole, unless the op is linear and they are. When that leaves nothing
-/// sharded, the op itself is right.
+/// The tensor to reduce: Partials first become whole, unless the op is linear and they are. When
+/// that leaves nothing sharded, the op itself is right.
 bool begin(Call& call, at::Tensor& self, bool linear = false) {
   self = call.arg(0).toTensor();
   if (call.info.mutates) call.refuse(self, "out= is not supported");
@@ -102,7 +104,8 @@ void end(Call& call, const at::Tensor& self, const Reduced& reduced, at::Tensor 
 }
 
 at::Tensor run_on(Call& call, const at::Tensor& local) {
-  torch::jit::Stack copy(call.stack.end() - static_cast<int64_t>(call.info.arguments), call.stack.end());
+  torch::jit::Stack copy(call.stack.end() - static_cast<int64_t>(call.info.arguments),
+                         call.stack.end());
   copy[0] = local;
   call.op.callBoxed(copy);
   return copy.back().toTensor();
@@ -125,8 +128,8 @@ void mean(Call& call) {
               "mean(): the dtype must be floating point or complex, but is ", dtype);
   double count = 1;  // over all ranks: a mean of means would weigh uneven parts alike
   for (int64_t dim : reduced.dims) count *= static_cast<double>(self.size(dim));
-  end(call, self, reduced, at::sum(local_of(self), reduced.dims, reduced.keepdim, dtype).div_(count),
-      Partial("sum"));
+  end(call, self, reduced,
+      at::sum(local_of(self), reduced.dims, reduced.keepdim, dtype).div_(count), Partial("sum"));
 }
 
 /// What a rank without elements says in a maximum (sign +1) or minimum (-1).
@@ -146,10 +149,10 @@ void extremum(Call& call) {
   const Reduced reduced = reduced_dims(call, self.dim());
   const at::Tensor& local = local_of(self);
   TORCH_CHECK_INDEX(self.numel() > 0, call.name(), " of a tensor without elements");
-  const at::Tensor value =
-      local.numel() > 0
-          ? run_on(call, local)
-          : at::full(without(local.sizes(), reduced), neutral(local.scalar_type(), sign), local.options());
+  const at::Tensor value = local.numel() > 0
+                               ? run_on(call, local)
+                               : at::full(without(local.sizes(), reduced),
+                                          neutral(local.scalar_type(), sign), local.options());
   end(call, self, reduced, value, Partial(sign > 0 ? "max" : "min"));
 }
 
@@ -175,7 +178,8 @@ void along_whole_dim(Call& call) {
   const Reduced reduced = reduced_dims(call, self.dim());
   for (int64_t dim : reduced.dims) {
     if (shards(*spec_of(self), dim)) {
-      call.refuse(self, "it needs the whole of dimension " + std::to_string(dim) + ", which is sharded");
+      call.refuse(self,
+                  "it needs the whole of dimension " + std::to_string(dim) + ", which is sharded");
     }
   }
   const SpecPtr spec = reduced_spec(spec_of(self), reduced, Replicate());
@@ -206,7 +210,7 @@ void norm(Call& call) {
     value = run_on(call, local);
   }
   end(call, self, reduced, value,
-      order == 0         ? Partial("sum")
+      order == 0          ? Partial("sum")
       : std::isinf(order) ? Partial(order > 0 ? "max" : "min")
                           : PartialNorm(order));
 }

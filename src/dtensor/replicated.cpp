@@ -1,6 +1,6 @@
-#include <c10/core/GradMode.h>
-
 #include "dtensor/call.h"
+
+#include <c10/core/GradMode.h>
 
 namespace fsdp2::dtensor {
 
@@ -38,9 +38,9 @@ bool run_replicated(Call& call) {
     for (const at::Tensor& dtensor : dtensors) {
       if (result.is_same(local_of(dtensor))) return std::optional<at::Tensor>(dtensor);
     }
-    return std::optional<at::Tensor>(
-        call.info.view ? wrap_alias(result, spec_of(first), result.sizes(), first)
-                       : wrap(result, spec_of(first), result.sizes()));
+    return std::optional<at::Tensor>(call.info.view
+                                         ? wrap_alias(result, spec_of(first), result.sizes(), first)
+                                         : wrap(result, spec_of(first), result.sizes()));
   });
   return true;
 }

@@ -2,20 +2,24 @@
 
 // The tables of rules, one a family of ops. A name covers all overloads unless it has a dot.
 
-#include <initializer_list>
+#include "dtensor/call.h"
+
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "dtensor/call.h"
-
 namespace fsdp2::dtensor {
 
 struct NamedRule {
-  std::string_view name;  // without "aten::"
+  std::string name;  // without "aten::"
   Rule rule;
 };
 using RuleTable = std::vector<NamedRule>;
+
+/// One rule for all of `names`, which spaces separate; with `in_place_too` also for each with a '_'
+/// behind it.
+void add_rules(RuleTable& table, Rule rule, std::string_view names, bool in_place_too = false);
 
 RuleTable pointwise_rules();
 RuleTable copy_rules();

@@ -119,8 +119,8 @@ at::Tensor part_of(const at::Tensor& whole, const Spec& spec) {
   for (size_t i = 0; i < spec.placements.size(); ++i) {
     if (!spec.placements[i].is_shard()) continue;
     const int64_t dim = spec.placements[i].dim();
-    const Chunk chunk = chunk_of(part.size(dim), spec.mesh.size(static_cast<int64_t>(i)),
-                                 spec.coordinate[i]);
+    const Chunk chunk =
+        chunk_of(part.size(dim), spec.mesh.size(static_cast<int64_t>(i)), spec.coordinate[i]);
     part = part.narrow(dim, chunk.offset, chunk.length);
   }
   return part;
@@ -132,9 +132,8 @@ Sizes strides_like(c10::IntArrayRef sizes, const at::Tensor& like) {
   Sizes strides(ndim, 0);
   std::iota(order.begin(), order.end(), 0);
   if (!like.is_contiguous()) {
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-      return like.stride(a) > like.stride(b);
-    });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t a, int64_t b) { return like.stride(a) > like.stride(b); });
   }
   int64_t stride = 1;
   for (auto dim = order.rbegin(); dim != order.rend(); ++dim) {

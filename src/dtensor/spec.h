@@ -1,11 +1,13 @@
 #pragma once
 
-// A layout, worked out once: a mesh, one placement for each of its dimensions, and where this rank is in it.
+// A layout, worked out once: a mesh, one placement for each of its dimensions, and where this rank
+// is in it.
+
+#include <fsdp2/device_mesh.h>
+#include <fsdp2/placement.h>
 
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
-#include <fsdp2/device_mesh.h>
-#include <fsdp2/placement.h>
 #include <torch/types.h>
 
 #include <memory>
@@ -24,8 +26,9 @@ struct Spec {
 };
 using SpecPtr = std::shared_ptr<const Spec>;
 
-/// Layouts alike share one Spec, so that most comparisons end at the pointer. Error if this rank is not in the mesh
-/// or the number of placements is not the mesh's. `placements` have non-negative dims.
+/// Layouts alike share one Spec, so that most comparisons end at the pointer. Error if this rank is
+/// not in the mesh or the number of placements is not the mesh's. `placements` have non-negative
+/// dims.
 SpecPtr make_spec(const DeviceMesh& mesh, const Placements& placements);
 bool same(const SpecPtr& a, const SpecPtr& b);
 /// The same mesh with other placements.
@@ -48,8 +51,9 @@ bool shards(const Spec& spec, int64_t dim);
 /// Negative dims wrapped. Error naming `what` if a dim is outside a tensor of `ndim` dimensions.
 Placements normalized(Placements placements, int64_t ndim, const char* what);
 
-/// What rank `coordinate` holds of `extent` elements along tensor dimension `dim`, seen before mesh dimension
-/// `mesh_dim` splits it further (default: after all). Several Shards of one dim split in mesh order.
+/// What rank `coordinate` holds of `extent` elements along tensor dimension `dim`, seen before mesh
+/// dimension `mesh_dim` splits it further (default: after all). Several Shards of one dim split in
+/// mesh order.
 Chunk part_along(const Spec& spec, c10::ArrayRef<int64_t> coordinate, int64_t dim, int64_t extent,
                  int64_t mesh_dim = -1);
 Sizes local_sizes(const Spec& spec, c10::IntArrayRef sizes);

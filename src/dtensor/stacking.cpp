@@ -1,12 +1,12 @@
 // stack and cat.
 
+#include "dtensor/redistribute.h"
+#include "dtensor/rules.h"
+
 #include <ATen/WrapDimUtils.h>
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
-
-#include "dtensor/redistribute.h"
-#include "dtensor/rules.h"
 
 namespace fsdp2::dtensor {
 namespace {
@@ -27,8 +27,8 @@ const at::Tensor& first_dtensor(const std::vector<at::Tensor>& tensors) {
   return *std::find_if(tensors.begin(), tensors.end(), is_dtensor);
 }
 
-/// Scalars of several layouts, as norms of parameters on several meshes: their whole values. Plain unless all are
-/// DTensors on one mesh.
+/// Scalars of several layouts, as norms of parameters on several meshes: their whole values. Plain
+/// unless all are DTensors on one mesh.
 void stack_scalars(Call& call, const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> dtensors, values;
   std::copy_if(tensors.begin(), tensors.end(), std::back_inserter(dtensors), is_dtensor);
@@ -63,7 +63,8 @@ void stack(Call& call) {
                 tensors[0].sizes(), " and ", tensor.sizes());
   }
   sizes.insert(sizes.begin() + at, static_cast<int64_t>(tensors.size()));
-  const SpecPtr spec = map_shards(spec_of(tensors[0]), [&](int64_t dim) { return dim + (dim >= at); });
+  const SpecPtr spec =
+      map_shards(spec_of(tensors[0]), [&](int64_t dim) { return dim + (dim >= at); });
   call.finish(wrap(at::stack(locals_of(tensors), at), spec, sizes));
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
@@ -61,7 +62,8 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& source
 }
 
 const char* DTensorImpl::tensorimpl_type_name() const {
-  return "DTensor (its data lies in parts over the mesh: take to_local() or full_tensor(), and print it "
+  return "DTensor (its data lies in parts over the mesh: take to_local() or full_tensor(), and "
+         "print it "
          "with DTensor::to_string())";
 }
 
@@ -74,6 +76,11 @@ at::Tensor wrap(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes) {
 
 at::Tensor wrap_alias(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes,
                       const at::Tensor& source) {
+  // Writes to local parts are seen by their version, whichever alias they go through.
+  const at::Tensor& base = local_of(source);
+  if (!local.is_same(base) && !local.is_inference() && !base.is_inference()) {
+    torch::autograd::impl::set_version_counter(local, torch::autograd::impl::version_counter(base));
+  }
   auto impl = c10::make_intrusive<DTensorImpl>(std::move(local), std::move(spec), sizes);
   impl->observer = impl_of(source)->observer;
   if (impl->spec->partial) {

@@ -2,17 +2,18 @@
 
 // The TensorImpl behind a DTensor: global size outside, this rank's part inside.
 
+#include "dtensor/dtensor_impl.h"
+#include "dtensor/spec.h"
+
 #include <c10/core/TensorImpl.h>
 
 #include <atomic>
 #include <memory>
 
-#include "dtensor/dtensor_impl.h"
-#include "dtensor/spec.h"
-
 namespace fsdp2::dtensor {
 
-/// The reduced value of a Partial, kept so that it is asked of the other ranks once. Shared by aliases.
+/// The reduced value of a Partial, kept so that it is asked of the other ranks once. Shared by
+/// aliases.
 struct Finished {
   at::Tensor value;
   int64_t version = 0;  // of the local part when it was reduced
@@ -24,8 +25,8 @@ struct DTensorImpl : c10::TensorImpl {
   at::Tensor local;  // without autograd history
   SpecPtr spec;
   std::weak_ptr<WriteObserver> observer;
-  std::shared_ptr<Finished> finished;        // of Partials
-  std::atomic<bool> converts_grad = false;   // see autograd.h
+  std::shared_ptr<Finished> finished;       // of Partials
+  std::atomic<bool> converts_grad = false;  // see autograd.h
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
                                                          bool allow_change) const override;

@@ -1,13 +1,13 @@
 // Aliases of a DTensor that keep every element on its rank.
 
-#include <ATen/WrapDimUtils.h>
+#include "dtensor/rules.h"
+
 #include <ATen/InferSize.h>
+#include <ATen/WrapDimUtils.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <sstream>
-
-#include "dtensor/rules.h"
 
 namespace fsdp2::dtensor {
 namespace {
@@ -25,7 +25,8 @@ void view(Call& call) {
   const SpecPtr& spec = spec_of(self);
   const auto wanted = at::infer_size_dv(call.arg(1).toIntVector(), self.numel());
   const auto aligned = [&](int64_t dim) {
-    // What precedes a sharded dimension may be laid out anew, and so may what follows; it must itself stay.
+    // What precedes a sharded dimension may be laid out anew, and so may what follows; it must
+    // itself stay.
     if (dim >= static_cast<int64_t>(wanted.size())) return int64_t{-1};
     int64_t before = 1;
     for (int64_t i = 0; i < dim; ++i) before *= self.size(i);
@@ -129,9 +130,10 @@ void cut(Call& call) {
   if (shards(*spec_of(self), dim)) {
     call.refuse(self, "it would cut along dimension " + std::to_string(dim) + ", which is sharded");
   }
-  const bool drops = call.op.schema().name() == "aten::select" || call.op.schema().name() == "aten::unbind";
-  const SpecPtr out = drops ? map_shards(spec_of(self), [&](int64_t d) { return d - (d > dim); })
-                            : spec_of(self);
+  const bool drops =
+      call.op.schema().name() == "aten::select" || call.op.schema().name() == "aten::unbind";
+  const SpecPtr out =
+      drops ? map_shards(spec_of(self), [&](int64_t d) { return d - (d > dim); }) : spec_of(self);
   const auto wrapped = [&](const at::Tensor& local) {
     std::vector<int64_t> sizes = self.sizes().vec();
     if (drops) {
@@ -151,12 +153,14 @@ void cut(Call& call) {
 }  // namespace
 
 RuleTable view_rules() {
-  return {{"detach", same_size},   {"alias", same_size},      {"lift_fresh", same_size},
-          {"view", view},          {"_unsafe_view", view},    {"_reshape_alias", view},
-          {"expand", expand},      {"t", t},                  {"transpose.int", transpose},
-          {"permute", permute},    {"unsqueeze", unsqueeze},  {"slice.Tensor", cut},
-          {"select.int", cut},     {"narrow", cut},           {"split.Tensor", cut},
-          {"split_with_sizes", cut}, {"unbind.int", cut}};
+  return {{"detach", same_size},        {"alias", same_size},
+          {"lift_fresh", same_size},    {"view", view},
+          {"_unsafe_view", view},       {"_reshape_alias", view},
+          {"expand", expand},           {"t", t},
+          {"transpose.int", transpose}, {"permute", permute},
+          {"unsqueeze", unsqueeze},     {"slice.Tensor", cut},
+          {"select.int", cut},          {"split.Tensor", cut},
+          {"split_with_sizes", cut},    {"unbind.int", cut}};
 }
 
 }  // namespace fsdp2::dtensor

@@ -1,13 +1,15 @@
-// Every optimizer of the C++ frontend, as it stands, on shards: the same numbers as on whole parameters.
+// Every optimizer of the C++ frontend, as it stands, on shards: the same numbers as on whole
+// parameters.
+#include "support/ranks.h"
+
 #include <fsdp2/dtensor.h>
-#include <gtest/gtest.h>
+
+#include <torch/torch.h>
 
 #include <functional>
+#include <gtest/gtest.h>
 #include <memory>
-#include <torch/torch.h>
 #include <vector>
-
-#include "support/ranks.h"
 
 namespace fsdp2 {
 namespace {
@@ -37,7 +39,8 @@ std::vector<Case> cases() {
       {"AdamW", maker<AdamW>(AdamWOptions(0.1).weight_decay(0.1))},
       {"RMSprop centered",
        maker<RMSprop>(RMSpropOptions(0.01).centered(true).momentum(0.9).weight_decay(0.01))},
-      {"Adagrad", maker<Adagrad>(AdagradOptions(0.1).lr_decay(0.01).initial_accumulator_value(0.1))},
+      {"Adagrad",
+       maker<Adagrad>(AdagradOptions(0.1).lr_decay(0.01).initial_accumulator_value(0.1))},
   };
 }
 
@@ -75,6 +78,42 @@ TEST(Optimizers, StepOnShardsAsOnWholeParameters) {
       for (const Case& optimizer : cases()) compare(optimizer, mesh);
     });
   }
+}
+
+TEST(Optimizers, FusedKernelsStepShards) {
+  testing::on_ranks(3, [](int) {
+    torch::manual_seed(7);
+    const DeviceMesh mesh = init_device_mesh("cpu", {3});
+    std::vector<torch::Tensor> whole, parts;  // parameter, gradient and the two moments
+    for (int i = 0; i < 4; ++i) {
+      whole.push_back(torch::rand({7, 3}));
+      parts.push_back(chunk_tensor(whole.back(), mesh, {Shard(0)}));
+    }
+    for (const auto& t : {whole, parts}) {
+      const std::vector<torch::Tensor> steps = {torch::tensor(1.0f)};
+      at::_fused_adamw_({t[0]}, {t[1]}, {t[2]}, {t[3]}, {}, steps, 0.1, 0.9, 0.99, 0.1, 1e-8, false,
+                        false);
+    }
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_TRUE(torch::allclose(DTensor(parts[i]).full_tensor(), whole[i], 1e-5, 1e-6)) << i;
+    }
+  });
+}
+
+// It flattens parameters into one vector, which shards of different sizes do not make.
+TEST(Optimizers, FlatteningIsRefusedNotWrong) {
+  testing::on_ranks(2, [](int) {
+    const DeviceMesh mesh = init_device_mesh("cpu", {2});
+    std::vector<torch::Tensor> parts = {
+        chunk_tensor(torch::ones({7, 3}), mesh, {Shard(0)}).requires_grad_(),
+        chunk_tensor(torch::ones({5}), mesh, {Shard(0)}).requires_grad_()};
+    EXPECT_THROW(torch::nn::utils::parameters_to_vector(parts), c10::Error);
+    EXPECT_THROW(torch::nn::utils::parameters_to_vector({parts[1]}), c10::Error);
+    EXPECT_THROW(torch::nn::utils::vector_to_parameters(torch::zeros({26}), parts), c10::Error);
+    for (const auto& part : parts) part.mutable_grad() = torch::ones_like(part);
+    torch::optim::LBFGS optimizer(parts);
+    EXPECT_THROW(optimizer.step([] { return torch::zeros({1}); }), c10::Error);
+  });
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 #include <fsdp2/placement.h>
-#include <gtest/gtest.h>
 
-#include <sstream>
 #include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <sstream>
 
 namespace fsdp2 {
 namespace {
