@@ -8,6 +8,11 @@
 // done on shards is an error that names the op and the remedy (full_tensor(), to_local(),
 // redistribute()); it never computes on local parts silently. A plain tensor of the same global
 // size that meets a DTensor counts as replicated.
+//
+// Reductions (sum, norm, max, ...) leave what spans ranks as a Partial; the first op that needs the
+// value reduces it, in one collective, and once. A 0-dim DTensor that meets plain tensors only
+// gives a plain tensor, so a loss may add plain and sharded terms. Gradients arrive in the layout
+// of their leaf. Random ops (normal_, ...) draw what one process would.
 
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/placement.h>
