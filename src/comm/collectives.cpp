@@ -1,3 +1,4 @@
+#include "comm/groups.h"
 #include "comm/work.h"
 
 #include <fsdp2/collectives.h>
@@ -56,8 +57,8 @@ struct Call {
     TORCH_CHECK(tensor.is_contiguous(), name, where(), ": `", parameter,
                 "` is not contiguous (sizes ", tensor.sizes(), ", strides ", tensor.strides(),
                 "): pass contiguous()");
-    TORCH_CHECK(size() == 1 || group->hasBackendForDeviceType(tensor.device().type()), name,
-                where(), ": `", parameter, "` is on ", tensor.device(),
+    TORCH_CHECK(size() == 1 || comm::has_backend(group, tensor.device().type()), name, where(),
+                ": `", parameter, "` is on ", tensor.device(),
                 ", for which the group has no backend (init_process_group's `backend`)");
   }
   void check_pair(const at::Tensor& output, const at::Tensor& input) const {
@@ -144,7 +145,7 @@ std::function<void()> division(const Call& call, const at::Tensor& output, Reduc
 
 /// A device that the group can move small tensors on.
 c10::Device exchange_device(const ProcessGroup& group) {
-  if (group->hasBackendForDeviceType(c10::kCPU)) return c10::kCPU;
+  if (comm::has_backend(group, c10::kCPU)) return c10::kCPU;
   return get_device();
 }
 

@@ -158,6 +158,12 @@ void forget_second_groups() {
   groups.made.clear();
 }
 
+bool has_backend(const ProcessGroup& group, c10::DeviceType type) {
+  const std::vector<c10::Device> devices = group->getDeviceTypes();
+  return std::any_of(devices.begin(), devices.end(),
+                     [type](const c10::Device& device) { return device.type() == type; });
+}
+
 std::vector<int> global_ranks(const ProcessGroup& group) {
   const c10::DeviceType type = group->getDeviceTypes().front().type();
   const std::vector<uint64_t> known =

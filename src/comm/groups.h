@@ -47,6 +47,9 @@ ProcessGroup second_group(const ProcessGroup& group);
 /// Lets go of them all.
 void forget_second_groups();
 
+/// Whether `group` can move tensors on devices of this type.
+bool has_backend(const ProcessGroup& group, c10::DeviceType type);
+
 /// The world's ranks of a group's members. Communicates only for a group that was not made here.
 std::vector<int> global_ranks(const ProcessGroup& group);
 

@@ -146,7 +146,7 @@ TEST_P(Collectives, BytesOfUnequalLengths) {
     // Lengths 0, 3, 6 and 9, with a zero inside.
     const auto bytes = [](int of) {
       std::string text;
-      for (int i = 0; i < of; ++i) text += std::string("a\0b", 3);
+      for (int i = 0; i < of; ++i) text.append("a\0b", 3);
       return text;
     };
     const auto all = all_gather_bytes(bytes(rank), world_group());

@@ -214,7 +214,7 @@ TEST(JoinWorldErrors, APortInUseIsNamed) {
   on_processes(1, [&](int) {
     set_variables(0, 1, taken.port);
     EXPECT_THAT(error_of([] { init_process_group(with_timeout(1s)); }),
-                HasSubstr("port " + std::to_string(taken.port) + " (MASTER_PORT) is in use"));
+                HasSubstr(c10::str("port ", taken.port, " (MASTER_PORT) is in use")));
   });
 }
 

@@ -104,7 +104,7 @@ TEST_F(ProcessGroupEnvironment, EachMissingVariableIsNamed) {
   for (const char* name : {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
     Variables variables = kComplete;
     variables.erase(name);
-    EXPECT_THAT(error_of(variables), HasSubstr(std::string(name) + " is not set"));
+    EXPECT_THAT(error_of(variables), HasSubstr(c10::str(name, " is not set")));
   }
   EXPECT_THAT(error_of({{"RANK", "0"}}), HasSubstr("WORLD_SIZE is not set"));
   EXPECT_THAT(error_of({{"LOCAL_RANK", "0"}}), HasSubstr("RANK is not set"));
@@ -114,7 +114,7 @@ TEST_F(ProcessGroupEnvironment, EachVariableThatIsNoNumberIsNamed) {
   for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"}) {
     for (const char* value : {"one", "1x", "1.5", " 1", "99999999999"}) {
       EXPECT_THAT(error_of(changed(name, value)),
-                  HasSubstr("the variable " + std::string(name) + " is '" + value + "'"));
+                  HasSubstr(c10::str("the variable ", name, " is '", value, "'")));
     }
   }
 }
