@@ -291,11 +291,13 @@ void ParamGroup::check_member(size_t index) const {
               "of parameters() instead, for example shard.copy_(values)");
 }
 
-void ParamGroup::notice_local_writes(size_t index) {
-  const torch::Tensor& local = local_part(params_[index].shard);
-  if (local.is_inference() || local._version() == params_[index].local_version) return;
-  params_[index].local_version = local._version();
-  before_write(index);
+void ParamGroup::notice_local_writes() {
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const torch::Tensor& local = local_part(params_[i].shard);
+    if (local.is_inference() || local._version() == params_[i].local_version) continue;
+    params_[i].local_version = local._version();
+    before_write(i);
+  }
 }
 
 void ParamGroup::before_write(size_t index) {

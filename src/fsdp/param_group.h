@@ -82,7 +82,7 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   /// fail in backward as it does in plain torch.
   void before_write(size_t index);
   /// The same, found out late: writes that went around the DTensor, through to_local().
-  void notice_local_writes(size_t index);
+  void notice_local_writes();
   int64_t generation() const { return generation_; }
 
   const std::string& name() const { return name_; }

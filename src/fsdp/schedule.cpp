@@ -106,7 +106,7 @@ void Schedule::touch(ParamGroup& group, size_t param) {
   if (at::GradMode::is_enabled() && group.params()[param].shard.requires_grad()) {
     group.touched.insert(param);
   }
-  if (group.unsharded()) group.notice_local_writes(param);
+  if (group.unsharded() && group.pins == 0) group.notice_local_writes();
   ensure_unsharded(group);
   ++group.pins;
 }

@@ -57,7 +57,8 @@ void refuse_write(const c10::OperatorHandle& op, const GatheredStorage& storage)
   TORCH_CHECK(false, op.schema().name(), " writes to (or keeps the memory of) the gathered parameter '",
               name_of(storage), "', whose value would be lost when it is resharded. Write to the entry of "
               "parameters() or named_parameters() instead: it is a DTensor that holds this rank's "
-              "shard. To pass the values on, clone() the parameter.");
+              "shard; an optimizer must be made from it, after fully_shard. To pass values on, clone() "
+              "the parameter.");
 }
 
 void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
