@@ -1,8 +1,8 @@
 #pragma once
 
-// Safetensors files (github.com/huggingface/safetensors): a JSON header and the raw bytes of named tensors.
-// Reading maps the file and never runs anything from it; writing goes tensor by tensor, so that no one needs to hold
-// all of them, into a temporary file that commit() renames into place.
+// Safetensors files (github.com/huggingface/safetensors): a JSON header and the raw bytes of named
+// tensors. Reading maps the file and never runs anything from it; writing goes tensor by tensor, so
+// that no one needs to hold all of them, into a temporary file that commit() renames into place.
 
 #include <torch/types.h>
 
@@ -29,8 +29,8 @@ class Reader {
   const std::vector<Entry>& entries() const;
   const Metadata& metadata() const;
   bool contains(const std::string& name) const;
-  /// The tensor, over the mapped bytes: pages are read when they are touched, writes stay private to this process, and
-  /// it may outlive the reader. Error naming the file if there is none such.
+  /// The tensor, over the mapped bytes: pages are read when they are touched, writes stay private
+  /// to this process, and it may outlive the reader. Error naming the file if there is none such.
   torch::Tensor read(const std::string& name) const;
 
  private:
@@ -40,7 +40,8 @@ class Reader {
 
 class Writer {
  public:
-  /// Opens `path`.tmp and writes the header. Error if two entries share a name or a dtype has no safetensors name.
+  /// Opens `path`.tmp and writes the header. Error if two entries share a name or a dtype has no
+  /// safetensors name.
   Writer(const std::string& path, const std::vector<Entry>& entries, const Metadata& metadata = {});
   /// Without commit(): removes the temporary file.
   ~Writer();
@@ -58,7 +59,8 @@ class Writer {
 };
 
 /// The tensors as one file.
-void save(const std::string& path, const std::vector<std::pair<std::string, torch::Tensor>>& tensors,
+void save(const std::string& path,
+          const std::vector<std::pair<std::string, torch::Tensor>>& tensors,
           const Metadata& metadata = {});
 
 }  // namespace fsdp2::safetensors

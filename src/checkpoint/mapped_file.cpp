@@ -1,13 +1,13 @@
 #include "checkpoint/mapped_file.h"
 
 #include <c10/util/Exception.h>
+
+#include <cerrno>
+#include <cstring>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 namespace fsdp2::checkpoint {
@@ -15,7 +15,7 @@ namespace fsdp2::checkpoint {
 MappedFile::MappedFile(const std::string& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
   TORCH_CHECK(file >= 0, "cannot open ", path, ": ", std::strerror(errno));
-  struct stat status {};
+  struct stat status{};
   const bool known = ::fstat(file, &status) == 0;
   void* bytes = nullptr;
   if (known && S_ISREG(status.st_mode) && status.st_size > 0) {

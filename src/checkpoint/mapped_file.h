@@ -5,7 +5,8 @@
 
 namespace fsdp2::checkpoint {
 
-/// A file's bytes in memory. Writes are private to the process and never reach the file. Errors name the file.
+/// A file's bytes in memory. Writes are private to the process and never reach the file. Errors
+/// name the file.
 class MappedFile {
  public:
   explicit MappedFile(const std::string& path);

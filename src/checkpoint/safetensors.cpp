@@ -1,17 +1,18 @@
-#include <fcntl.h>
+#include "checkpoint/mapped_file.h"
+
 #include <fsdp2/safetensors.h>
+
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <fcntl.h>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <unistd.h>
 #include <unordered_map>
-
-#include "checkpoint/mapped_file.h"
 
 namespace fsdp2::safetensors {
 namespace {
@@ -23,11 +24,21 @@ constexpr uint64_t kMaxHeader = 100'000'000;  // as the reference implementation
 constexpr const char* kMetadataKey = "__metadata__";
 
 const std::pair<const char*, torch::ScalarType> kDtypes[] = {
-    {"F64", torch::kFloat64},         {"F32", torch::kFloat32},         {"F16", torch::kFloat16},
-    {"BF16", torch::kBFloat16},       {"F8_E4M3", torch::kFloat8_e4m3fn}, {"F8_E5M2", torch::kFloat8_e5m2},
-    {"I64", torch::kInt64},           {"I32", torch::kInt32},           {"I16", torch::kInt16},
-    {"I8", torch::kInt8},             {"U8", torch::kUInt8},            {"U16", torch::kUInt16},
-    {"U32", torch::kUInt32},          {"U64", torch::kUInt64},          {"BOOL", torch::kBool},
+    {"F64", torch::kFloat64},
+    {"F32", torch::kFloat32},
+    {"F16", torch::kFloat16},
+    {"BF16", torch::kBFloat16},
+    {"F8_E4M3", torch::kFloat8_e4m3fn},
+    {"F8_E5M2", torch::kFloat8_e5m2},
+    {"I64", torch::kInt64},
+    {"I32", torch::kInt32},
+    {"I16", torch::kInt16},
+    {"I8", torch::kInt8},
+    {"U8", torch::kUInt8},
+    {"U16", torch::kUInt16},
+    {"U32", torch::kUInt32},
+    {"U64", torch::kUInt64},
+    {"BOOL", torch::kBool},
     {"C64", torch::kComplexFloat},
 };
 
@@ -35,7 +46,8 @@ const char* dtype_name(const Entry& entry) {
   for (const auto& [name, dtype] : kDtypes) {
     if (dtype == entry.dtype) return name;
   }
-  TORCH_CHECK_TYPE(false, "safetensors cannot hold ", entry.name, " of dtype ", c10::toString(entry.dtype));
+  TORCH_CHECK_TYPE(false, "safetensors cannot hold ", entry.name, " of dtype ",
+                   c10::toString(entry.dtype));
 }
 
 std::optional<torch::ScalarType> dtype_of(const std::string& name) {
@@ -48,8 +60,8 @@ std::optional<torch::ScalarType> dtype_of(const std::string& name) {
 uint64_t byte_count(const Entry& entry, const std::string& file) {
   uint64_t bytes = c10::elementSize(entry.dtype);
   for (const int64_t size : entry.sizes) {
-    TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes), file, ": ",
-                entry.name, " has an impossible size ", entry.sizes);
+    TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes),
+                file, ": ", entry.name, " has an impossible size ", entry.sizes);
   }
   return bytes;
 }
@@ -58,7 +70,8 @@ Json parse_header(const std::string& file, const char* begin, const char* end) {
   std::set<std::string> names;
   std::string twice;
   const auto note_key = [&](int depth, Json::parse_event_t event, Json& value) {
-    if (depth == 1 && event == Json::parse_event_t::key && !names.insert(value.get<std::string>()).second) {
+    if (depth == 1 && event == Json::parse_event_t::key &&
+        !names.insert(value.get<std::string>()).second) {
       twice = value.get<std::string>();
     }
     return true;
@@ -95,10 +108,12 @@ Reader::Reader(const std::string& path) {
   auto impl = std::make_shared<Impl>(path);
   const auto& file = *impl->file;
   uint64_t length = 0;
-  TORCH_CHECK(file.size() >= sizeof(length), path, ": too short for a safetensors file (", file.size(), " bytes)");
+  TORCH_CHECK(file.size() >= sizeof(length), path, ": too short for a safetensors file (",
+              file.size(), " bytes)");
   std::memcpy(&length, file.data(), sizeof(length));
   TORCH_CHECK(length <= kMaxHeader && length <= file.size() - sizeof(length), path,
-              ": not a safetensors file, or cut short (header of ", length, " bytes in a file of ", file.size(), ")");
+              ": not a safetensors file, or cut short (header of ", length, " bytes in a file of ",
+              file.size(), ")");
   const uint64_t data_start = sizeof(length) + length;
   const uint64_t data_size = file.size() - data_start;
   const Json header = parse_header(path, file.data() + sizeof(length), file.data() + data_start);
@@ -115,11 +130,14 @@ Reader::Reader(const std::string& path) {
         continue;
       }
       const auto dtype = dtype_of(value.at("dtype").get<std::string>());
-      TORCH_CHECK(dtype, path, ": ", name, " has the unknown dtype ", value.at("dtype").get<std::string>());
+      TORCH_CHECK(dtype, path, ": ", name, " has the unknown dtype ",
+                  value.at("dtype").get<std::string>());
       const auto offsets = value.at("data_offsets").get<std::array<uint64_t, 2>>();
-      spans.push_back({offsets[0], offsets[1], {name, *dtype, value.at("shape").get<std::vector<int64_t>>()}});
+      spans.push_back(
+          {offsets[0], offsets[1], {name, *dtype, value.at("shape").get<std::vector<int64_t>>()}});
     } catch (const Json::exception& error) {
-      TORCH_CHECK(false, path, ": the safetensors header's entry ", name, " is malformed: ", error.what());
+      TORCH_CHECK(false, path, ": the safetensors header's entry ", name,
+                  " is malformed: ", error.what());
     }
   }
   std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
@@ -128,15 +146,16 @@ Reader::Reader(const std::string& path) {
   uint64_t next = 0;
   for (auto& span : spans) {
     const uint64_t bytes = byte_count(span.entry, path);
-    TORCH_CHECK(span.begin == next && span.end >= span.begin && span.end - span.begin == bytes, path, ": ",
-                span.entry.name, " should take ", bytes, " bytes from ", next, " on, but the header says ",
-                span.begin, " to ", span.end);
+    TORCH_CHECK(span.begin == next && span.end >= span.begin && span.end - span.begin == bytes,
+                path, ": ", span.entry.name, " should take ", bytes, " bytes from ", next,
+                " on, but the header says ", span.begin, " to ", span.end);
     next = span.end;
     impl->places[span.entry.name] = {impl->entries.size(), data_start + span.begin};
     impl->entries.push_back(std::move(span.entry));
   }
-  TORCH_CHECK(next == data_size, path, ": the header describes ", next, " bytes of tensors, the file has ",
-              data_size, next > data_size ? " (cut short?)" : "");
+  TORCH_CHECK(next == data_size, path, ": the header describes ", next,
+              " bytes of tensors, the file has ", data_size,
+              next > data_size ? " (cut short?)" : "");
   impl_ = std::move(impl);
 }
 
@@ -146,7 +165,8 @@ bool Reader::contains(const std::string& name) const { return impl_->places.coun
 
 torch::Tensor Reader::read(const std::string& name) const {
   const auto place = impl_->places.find(name);
-  TORCH_CHECK_VALUE(place != impl_->places.end(), impl_->path, ": there is no tensor called ", name);
+  TORCH_CHECK_VALUE(place != impl_->places.end(), impl_->path, ": there is no tensor called ",
+                    name);
   const Entry& entry = impl_->entries[place->second.index];
   char* bytes = impl_->file->data() + place->second.offset;
   const auto options = torch::TensorOptions(entry.dtype);
@@ -195,7 +215,8 @@ Writer::Writer(const std::string& path, const std::vector<Entry>& entries, const
     TORCH_CHECK_VALUE(entry.name != kMetadataKey && !header.contains(entry.name), path,
                       ": two tensors are called ", entry.name);
     const uint64_t end = offset + byte_count(entry, path);
-    header[entry.name] = {{"dtype", dtype_name(entry)}, {"shape", entry.sizes}, {"data_offsets", {offset, end}}};
+    header[entry.name] = {
+        {"dtype", dtype_name(entry)}, {"shape", entry.sizes}, {"data_offsets", {offset, end}}};
     offset = end;
   }
   std::string text = header.dump();
@@ -210,11 +231,12 @@ Writer::Writer(const std::string& path, const std::vector<Entry>& entries, const
 Writer::~Writer() = default;
 
 void Writer::write(const torch::Tensor& tensor) {
-  TORCH_CHECK(impl_->next < impl_->entries.size(), impl_->path, ": all ", impl_->next, " tensors are written");
+  TORCH_CHECK(impl_->next < impl_->entries.size(), impl_->path, ": all ", impl_->next,
+              " tensors are written");
   const Entry& entry = impl_->entries[impl_->next];
-  TORCH_CHECK_VALUE(tensor.sizes() == entry.sizes && tensor.scalar_type() == entry.dtype, impl_->path, ": ",
-                    entry.name, " was announced as ", entry.dtype, " ", entry.sizes, ", got ",
-                    tensor.scalar_type(), " ", tensor.sizes());
+  TORCH_CHECK_VALUE(tensor.sizes() == entry.sizes && tensor.scalar_type() == entry.dtype,
+                    impl_->path, ": ", entry.name, " was announced as ", entry.dtype, " ",
+                    entry.sizes, ", got ", tensor.scalar_type(), " ", tensor.sizes());
   const auto bytes = tensor.detach().cpu().contiguous();
   impl_->put(bytes.const_data_ptr(), bytes.nbytes());
   ++impl_->next;
@@ -223,15 +245,18 @@ void Writer::write(const torch::Tensor& tensor) {
 void Writer::commit() {
   TORCH_CHECK(impl_->next == impl_->entries.size(), impl_->path, ": only ", impl_->next, " of ",
               impl_->entries.size(), " tensors were written");
-  TORCH_CHECK(::fsync(impl_->file) == 0, "cannot flush ", impl_->temporary, ": ", std::strerror(errno));
+  TORCH_CHECK(::fsync(impl_->file) == 0, "cannot flush ", impl_->temporary, ": ",
+              std::strerror(errno));
   ::close(std::exchange(impl_->file, -1));
   std::filesystem::rename(impl_->temporary, impl_->path);
 }
 
-void save(const std::string& path, const std::vector<std::pair<std::string, torch::Tensor>>& tensors,
+void save(const std::string& path,
+          const std::vector<std::pair<std::string, torch::Tensor>>& tensors,
           const Metadata& metadata) {
   std::vector<Entry> entries;
-  for (const auto& [name, tensor] : tensors) entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
+  for (const auto& [name, tensor] : tensors)
+    entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   Writer writer(path, entries, metadata);
   for (const auto& [name, tensor] : tensors) writer.write(tensor);
   writer.commit();

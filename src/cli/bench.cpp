@@ -1,11 +1,11 @@
+#include "cli/commands.h"
+#include "train/step_bench.h"
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <fstream>
 #include <map>
 #include <memory>
-
-#include "cli/commands.h"
-#include "train/step_bench.h"
 
 namespace fsdp2::cli {
 namespace {
@@ -36,7 +36,8 @@ void run(StepArguments& arguments, const CLI::App& command) {
   take("--batch", options.batch, preset.batch);
   options.model = train::resolve(options.model);
   if (arguments.param_dtype != "fp32" || arguments.reduce_dtype != "fp32") {
-    throw std::invalid_argument("bench step computes in fp32 only; drop --param-dtype and --reduce-dtype");
+    throw std::invalid_argument(
+        "bench step computes in fp32 only; drop --param-dtype and --reduce-dtype");
   }
   const auto report = train::run_step_bench(options);
   if (!report) return;
@@ -45,12 +46,16 @@ void run(StepArguments& arguments, const CLI::App& command) {
     file << report->dump(1) << std::endl;
     if (!file) throw std::runtime_error("cannot write " + arguments.json);
   }
-  const auto number = [&](const char* key) { return report->contains(key) ? report->at(key).get<double>() : 0.0; };
+  const auto number = [&](const char* key) {
+    return report->contains(key) ? report->at(key).get<double>() : 0.0;
+  };
   const auto losses = report->at("losses").get<std::vector<double>>();
-  std::printf("%-6s W=%d params=%.2fM step=%.1fms p10=%.1f p90=%.1f tok/s=%.0f rss=%.0fMiB", options.mode.c_str(),
-              report->at("config").at("world").get<int>(), number("params") / 1e6, number("step_ms_median"),
-              number("step_ms_p10"), number("step_ms_p90"), number("tokens_per_s"), number("peak_rss_mib_max"));
-  if (report->contains("all_gathers")) std::printf(" AG=%.0f RS=%.0f", number("all_gathers"), number("reduce_scatters"));
+  std::printf("%-6s W=%d params=%.2fM step=%.1fms p10=%.1f p90=%.1f tok/s=%.0f rss=%.0fMiB",
+              options.mode.c_str(), report->at("config").at("world").get<int>(),
+              number("params") / 1e6, number("step_ms_median"), number("step_ms_p10"),
+              number("step_ms_p90"), number("tokens_per_s"), number("peak_rss_mib_max"));
+  if (report->contains("all_gathers"))
+    std::printf(" AG=%.0f RS=%.0f", number("all_gathers"), number("reduce_scatters"));
   std::printf(" loss %.6f->%.6f\n", losses.front(), losses.back());
 }
 
@@ -76,7 +81,8 @@ void add_bench(CLI::App& app, int& exit_code) {
   step->add_option("--layers", o.model.layers, "Blocks");
   step->add_option("--heads", o.model.heads, "Attention heads");
   step->add_option("--kv-heads", o.model.kv_heads, "Key and value heads; default: as --heads");
-  step->add_option("--ffn", o.model.ffn, "Feed-forward width; default: 8/3 of --dim, rounded up to 64");
+  step->add_option("--ffn", o.model.ffn,
+                   "Feed-forward width; default: 8/3 of --dim, rounded up to 64");
   step->add_option("--vocab", o.model.vocab, "Tokens");
   step->add_option("--seq", o.model.seq, "Tokens a sequence");
   step->add_option("--tied", o.model.tied, "Use the embedding as output head");
@@ -86,24 +92,31 @@ void add_bench(CLI::App& app, int& exit_code) {
   step->add_option("--lr", o.lr, "Learning rate of AdamW")->capture_default_str();
   step->add_option("--seed", o.seed, "Of weights and tokens")->capture_default_str();
   step->add_option("--accum", o.accum, "Micro-batches a step")->capture_default_str();
-  step->add_option("--clip", o.clip, "Largest gradient norm; 0: no clipping")->capture_default_str();
-  step->add_option("--norm-impl", o.norm_impl,
-                   "torch: clip_grad_norm_; fast: norms of the local parts; fp64: those in double; off")
+  step->add_option("--clip", o.clip, "Largest gradient norm; 0: no clipping")
+      ->capture_default_str();
+  step->add_option(
+          "--norm-impl", o.norm_impl,
+          "torch: clip_grad_norm_; fast: norms of the local parts; fp64: those in double; off")
       ->check(CLI::IsMember({"torch", "fast", "fp64", "off"}))
       ->capture_default_str();
   step->add_option("--reshard-after-forward", o.reshard_after_forward, "Free blocks after forward")
       ->capture_default_str();
   step->add_option("--param-dtype", arguments->param_dtype)->check(CLI::IsMember({"fp32", "bf16"}));
-  step->add_option("--reduce-dtype", arguments->reduce_dtype)->check(CLI::IsMember({"fp32", "bf16"}));
-  step->add_option("--local-world", o.local_world, "local: concatenate the batches of this many ranks")
+  step->add_option("--reduce-dtype", arguments->reduce_dtype)
+      ->check(CLI::IsMember({"fp32", "bf16"}));
+  step->add_option("--local-world", o.local_world,
+                   "local: concatenate the batches of this many ranks")
       ->capture_default_str();
-  step->add_option("--local-replicas", o.local_replicas, "local, on several ranks: independent copies")
+  step->add_option("--local-replicas", o.local_replicas,
+                   "local, on several ranks: independent copies")
       ->capture_default_str();
   step->add_option("--threads", o.threads, "Compute threads a rank")->capture_default_str();
-  step->add_option("--load-init", o.load_init, "Initial weights (safetensors)")->check(CLI::ExistingFile);
+  step->add_option("--load-init", o.load_init, "Initial weights (safetensors)")
+      ->check(CLI::ExistingFile);
   step->add_option("--dump-init", o.dump_init, "Write the initial weights (safetensors)");
   step->add_option("--dump-final", o.dump_final, "Write the final weights (safetensors)");
-  step->add_option("--start-step", o.start_step, "First step number of the token stream")->capture_default_str();
+  step->add_option("--start-step", o.start_step, "First step number of the token stream")
+      ->capture_default_str();
   step->add_option("--json", arguments->json, "Write the report");
   step->callback([arguments, step, &exit_code] {
     run(*arguments, *step);

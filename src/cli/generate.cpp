@@ -1,11 +1,12 @@
+#include "train/generate.h"
+
+#include "cli/commands.h"
+#include "train/model_dir.h"
+#include "train/world.h"
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <memory>
-
-#include "cli/commands.h"
-#include "train/generate.h"
-#include "train/model_dir.h"
-#include "train/world.h"
 
 namespace fsdp2::cli {
 namespace {
@@ -19,14 +20,18 @@ struct GenerateArguments {
 }  // namespace
 
 void add_generate(CLI::App& app, int& exit_code) {
-  auto* generate = app.add_subcommand("generate", "Continue a prompt with a model that `fsdp2 train` wrote");
+  auto* generate =
+      app.add_subcommand("generate", "Continue a prompt with a model that `fsdp2 train` wrote");
   auto arguments = std::make_shared<GenerateArguments>();
   auto& a = *arguments;
-  generate->add_option("--from", a.from, "Folder with model.safetensors and config.json")->required();
+  generate->add_option("--from", a.from, "Folder with model.safetensors and config.json")
+      ->required();
   generate->add_option("--prompt", a.prompt, "Text to continue; default: the start of a document");
   generate->add_option("--tokens", a.sample.tokens, "Bytes to make at most")->capture_default_str();
-  generate->add_option("--temperature", a.sample.temperature, "0: always the likeliest")->capture_default_str();
-  generate->add_option("--top-k", a.sample.top_k, "Choose among the k likeliest; 0: all")->capture_default_str();
+  generate->add_option("--temperature", a.sample.temperature, "0: always the likeliest")
+      ->capture_default_str();
+  generate->add_option("--top-k", a.sample.top_k, "Choose among the k likeliest; 0: all")
+      ->capture_default_str();
   generate->add_option("--seed", a.sample.seed, "Of the choices")->capture_default_str();
   generate->add_option("--threads", a.threads, "Compute threads; 0: OMP_NUM_THREADS, or all cores")
       ->capture_default_str();

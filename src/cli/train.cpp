@@ -1,12 +1,12 @@
-#include <CLI/CLI.hpp>
-#include <cstdio>
-#include <map>
-#include <memory>
-
 #include "cli/commands.h"
 #include "train/generate.h"
 #include "train/model_dir.h"
 #include "train/trainer.h"
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <map>
+#include <memory>
 
 namespace fsdp2::cli {
 namespace {
@@ -15,7 +15,7 @@ struct Preset {
   int64_t dim, layers, heads, seq, batch, steps;
   double lr;
 };
-const std::map<std::string, Preset> kPresets = {{"tiny", {128, 4, 4, 128, 8, 1000, 3e-3}},
+const std::map<std::string, Preset> kPresets = {{"tiny", {128, 4, 4, 128, 8, 600, 3e-3}},
                                                 {"small", {384, 6, 6, 256, 16, 4000, 1e-3}}};
 
 struct TrainArguments {
@@ -49,7 +49,8 @@ int run(TrainArguments& arguments, const CLI::App& command) {
     std::printf("validation loss %.4f nats/byte\n", result.validation_loss);
     if (!options.out.empty() && arguments.sample > 0) {
       auto model = train::load_model(options.out);
-      const auto text = train::generate(model, "", {.tokens = arguments.sample, .seed = options.seed});
+      const auto text =
+          train::generate(model, "", {.tokens = arguments.sample, .seed = options.seed});
       std::printf("sample:\n%s\n", text.c_str());
     }
     std::fflush(stdout);
@@ -60,7 +61,8 @@ int run(TrainArguments& arguments, const CLI::App& command) {
 }  // namespace
 
 void add_train(CLI::App& app, int& exit_code) {
-  auto* train = app.add_subcommand("train", "Train a language model on text, sharded over all ranks");
+  auto* train =
+      app.add_subcommand("train", "Train a language model on text, sharded over all ranks");
   auto arguments = std::make_shared<TrainArguments>();
   auto& o = arguments->options;
   std::vector<std::string> presets;
@@ -68,9 +70,12 @@ void add_train(CLI::App& app, int& exit_code) {
 
   train->set_config("--config", "", "Read options from a TOML file; the command line wins");
   train->add_option("--data", o.data.paths, "Files and folders of text")->required();
-  train->add_option("--extensions", o.data.extensions, "Of the files to take from folders, e.g. h,cpp; default: all")
+  train
+      ->add_option("--extensions", o.data.extensions,
+                   "Of the files to take from folders, e.g. h,cpp; default: all")
       ->delimiter(',');
-  train->add_option("--val-fraction", o.data.validation, "Part of the text that is held out")->capture_default_str();
+  train->add_option("--val-fraction", o.data.validation, "Part of the text that is held out")
+      ->capture_default_str();
   train->add_option("--out", o.out, "Folder to write model.safetensors and config.json to");
   train->add_option("--metrics", o.metrics, "File to write a JSON object a step to");
 
@@ -81,7 +86,8 @@ void add_train(CLI::App& app, int& exit_code) {
   train->add_option("--layers", o.model.layers, "Blocks");
   train->add_option("--heads", o.model.heads, "Attention heads");
   train->add_option("--kv-heads", o.model.kv_heads, "Key and value heads; default: as --heads");
-  train->add_option("--ffn", o.model.ffn, "Feed-forward width; default: 8/3 of --dim, rounded up to 64");
+  train->add_option("--ffn", o.model.ffn,
+                    "Feed-forward width; default: 8/3 of --dim, rounded up to 64");
   train->add_option("--seq", o.model.seq, "Bytes a window");
   train->add_flag("--tied", o.model.tied, "Use the embedding as output head");
 
@@ -89,11 +95,15 @@ void add_train(CLI::App& app, int& exit_code) {
   train->add_option("--accum", o.accum, "Micro-batches a step")->capture_default_str();
   train->add_option("--steps", o.schedule.steps, "Optimizer steps");
   train->add_option("--lr", o.schedule.peak, "Highest learning rate");
-  train->add_option("--lr-final", o.schedule.final_fraction, "Last learning rate, as a part of the highest")
+  train
+      ->add_option("--lr-final", o.schedule.final_fraction,
+                   "Last learning rate, as a part of the highest")
       ->capture_default_str();
-  train->add_option("--warmup", o.schedule.warmup, "Steps of warm-up; default: a tenth, at most 100");
+  train->add_option("--warmup", o.schedule.warmup,
+                    "Steps of warm-up; default: a tenth, at most 100");
   train->add_option("--weight-decay", o.weight_decay, "Of matrices")->capture_default_str();
-  train->add_option("--clip", o.clip, "Largest gradient norm; 0: no clipping")->capture_default_str();
+  train->add_option("--clip", o.clip, "Largest gradient norm; 0: no clipping")
+      ->capture_default_str();
   train->add_option("--seed", o.seed, "Of weights and order of data")->capture_default_str();
   train->add_option("--reshard-after-forward", o.reshard_after_forward, "Free blocks after forward")
       ->capture_default_str();
@@ -104,8 +114,10 @@ void add_train(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   train->add_option("--sample", arguments->sample, "Bytes of text to make at the end, with --out")
       ->capture_default_str();
-  train->add_option("--threads", arguments->threads,
-                    "Compute threads a rank; 0: OMP_NUM_THREADS, or the cores shared among the ranks of this host")
+  train
+      ->add_option("--threads", arguments->threads,
+                   "Compute threads a rank; 0: OMP_NUM_THREADS, or the cores shared among the "
+                   "ranks of this host")
       ->capture_default_str();
   train->callback([arguments, train, &exit_code] { exit_code = run(*arguments, *train); });
 }

@@ -1,12 +1,12 @@
 #include "train/data.h"
 
+#include "train/permutation.h"
+#include "train/random.h"
+
 #include <torch/torch.h>
 
 #include <algorithm>
 #include <filesystem>
-
-#include "train/permutation.h"
-#include "train/random.h"
 
 namespace fsdp2::train {
 namespace {
@@ -56,7 +56,8 @@ void ByteStream::append(const Piece& piece) {
 }
 
 void ByteStream::read(int64_t offset, int64_t count, int64_t* out) const {
-  auto at = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1);
+  auto at = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), offset) -
+                                starts_.begin() - 1);
   while (count > 0) {
     const auto& piece = pieces_[at];
     const int64_t from = offset - starts_[at];
@@ -82,7 +83,8 @@ Dataset::Dataset(const DataOptions& options) : seq_(options.seq), seed_(options.
   for (const auto& file : found) {
     files_.emplace_back(file.path.string());
     const auto size = static_cast<int64_t>(files_.back().size());
-    hold.push_back(mix64(fnv1a64(file.name)) >> 11 < static_cast<uint64_t>(options.validation * 0x1p53));
+    hold.push_back(mix64(fnv1a64(file.name)) >> 11 <
+                   static_cast<uint64_t>(options.validation * 0x1p53));
     total += size;
     if (hold.back()) held_out += size;
   }
@@ -104,8 +106,9 @@ Dataset::Dataset(const DataOptions& options) : seq_(options.seq), seed_(options.
     }
   }
   for (const auto* split : {&train_, &validation_}) {
-    TORCH_CHECK_VALUE(split->size() > seq_, "data: the ", split == &train_ ? "training" : "validation", " part of ",
-                      where, " has ", split->size(), " tokens, but one window takes ", seq_ + 1);
+    TORCH_CHECK_VALUE(split->size() > seq_, "data: the ",
+                      split == &train_ ? "training" : "validation", " part of ", where, " has ",
+                      split->size(), " tokens, but one window takes ", seq_ + 1);
   }
 }
 
@@ -119,7 +122,8 @@ Batch Dataset::train_batch(int64_t micro, int64_t rank, int64_t ranks, int64_t b
     const auto epoch = static_cast<uint64_t>(index / per_epoch);
     const uint64_t key = mix64(seed_ + (epoch + 1) * kGolden);
     const auto shift = static_cast<int64_t>(key % static_cast<uint64_t>(std::min(seq_, slack) + 1));
-    offsets.push_back(static_cast<int64_t>(permute(index % per_epoch, per_epoch, key)) * seq_ + shift);
+    offsets.push_back(static_cast<int64_t>(permute(index % per_epoch, per_epoch, key)) * seq_ +
+                      shift);
   }
   return windows(train_, offsets);
 }
@@ -129,11 +133,13 @@ int64_t Dataset::validation_batches(int64_t limit, int64_t ranks, int64_t batch)
   return std::min(limit, (windows + ranks * batch - 1) / (ranks * batch));
 }
 
-Batch Dataset::validation_batch(int64_t index, int64_t count, int64_t rank, int64_t ranks, int64_t batch) const {
+Batch Dataset::validation_batch(int64_t index, int64_t count, int64_t rank, int64_t ranks,
+                                int64_t batch) const {
   const int64_t last = validation_.size() - 1 - seq_;
   const int64_t steps = std::max<int64_t>(1, count * ranks * batch - 1);
   std::vector<int64_t> offsets;
-  for (int64_t row = 0; row < batch; ++row) offsets.push_back(((index * ranks + rank) * batch + row) * last / steps);
+  for (int64_t row = 0; row < batch; ++row)
+    offsets.push_back(((index * ranks + rank) * batch + row) * last / steps);
   return windows(validation_, offsets);
 }
 

@@ -1,12 +1,13 @@
 #pragma once
 
-// Text as training data: files are mapped as bytes, and a token is a byte. A document (a file) ends with a zero byte.
-
-#include <string>
-#include <vector>
+// Text as training data: files are mapped as bytes, and a token is a byte. A document (a file) ends
+// with a zero byte.
 
 #include "checkpoint/mapped_file.h"
 #include "train/tokens.h"
+
+#include <string>
+#include <vector>
 
 namespace fsdp2::train {
 
@@ -32,28 +33,32 @@ class ByteStream {
 };
 
 struct DataOptions {
-  std::vector<std::string> paths;       // files, and folders that are searched below
-  std::vector<std::string> extensions;  // of files in folders, e.g. "h"; empty: all files
-  double validation = 0.05;             // the part that is held out
+  std::vector<std::string> paths{};       // files, and folders that are searched below
+  std::vector<std::string> extensions{};  // of files in folders, e.g. "h"; empty: all files
+  double validation = 0.05;               // the part that is held out
   int64_t seq = 128;
   uint64_t seed = 1234;
 };
 
-/// What is held out depends on names and sizes of the files only: whole documents, chosen by a hash of their path below
-/// the given folder; with too few documents for that, the end of each. Training windows are `seq` tokens and the one
-/// after; every epoch visits each once, in an order that depends on the seed, with borders that move.
+/// What is held out depends on names and sizes of the files only: whole documents, chosen by a hash
+/// of their path below the given folder; with too few documents for that, the end of each. Training
+/// windows are `seq` tokens and the one after; every epoch visits each once, in an order that
+/// depends on the seed, with borders that move.
 class Dataset {
  public:
-  /// Errors name the path: one that does not exist or cannot be read; nothing found; too little text for one window.
+  /// Errors name the path: one that does not exist or cannot be read; nothing found; too little
+  /// text for one window.
   explicit Dataset(const DataOptions& options);
 
-  /// Rank `rank`'s `batch` windows of micro-batch `micro` (counted from the start of the run), out of the
-  /// ranks * batch that all ranks read. Together, the ranks read the same windows whatever their number.
+  /// Rank `rank`'s `batch` windows of micro-batch `micro` (counted from the start of the run), out
+  /// of the ranks * batch that all ranks read. Together, the ranks read the same windows whatever
+  /// their number.
   Batch train_batch(int64_t micro, int64_t rank, int64_t ranks, int64_t batch) const;
   /// How many batches of ranks * batch windows go through what is held out, at most `limit`.
   int64_t validation_batches(int64_t limit, int64_t ranks, int64_t batch) const;
   /// The same of batch `index` of `count`, whose windows are spread evenly over what is held out.
-  Batch validation_batch(int64_t index, int64_t count, int64_t rank, int64_t ranks, int64_t batch) const;
+  Batch validation_batch(int64_t index, int64_t count, int64_t rank, int64_t ranks,
+                         int64_t batch) const;
 
   int64_t documents() const { return static_cast<int64_t>(files_.size()); }
   int64_t train_size() const { return train_.size(); }

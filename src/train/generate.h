@@ -1,10 +1,10 @@
 #pragma once
 
+#include "train/llama.h"
+
 #include <functional>
 #include <string>
 #include <string_view>
-
-#include "train/llama.h"
 
 namespace fsdp2::train {
 
@@ -15,8 +15,8 @@ struct SampleOptions {
   uint64_t seed = 1234;
 };
 
-/// Continues `prompt` (bytes; empty: the start of a document) until `tokens` are made or the document ends, and calls
-/// `emit` with each byte. Returns what was made.
+/// Continues `prompt` (bytes; empty: the start of a document) until `tokens` are made or the
+/// document ends, and calls `emit` with each byte. Returns what was made.
 std::string generate(Llama& model, std::string_view prompt, const SampleOptions& options,
                      const std::function<void(char)>& emit = {});
 

@@ -1,14 +1,15 @@
 #include "train/init.h"
 
+#include "train/random.h"
+
 #include <torch/torch.h>
 
 #include <cmath>
 
-#include "train/random.h"
-
 namespace fsdp2::train {
 
-torch::Tensor init_values(const std::string& name, uint64_t seed, int64_t start, int64_t count, int64_t layers) {
+torch::Tensor init_values(const std::string& name, uint64_t seed, int64_t start, int64_t count,
+                          int64_t layers) {
   if (name.ends_with("norm.weight")) return torch::ones({count});
   double bound = 0.02 * std::sqrt(3.0);
   if (name.ends_with("wo.weight") || name.ends_with("w2.weight")) bound /= std::sqrt(2.0 * layers);
@@ -28,7 +29,8 @@ void init_weights(torch::nn::Module& module, uint64_t seed, int64_t layers) {
   torch::NoGradGuard no_grad;
   for (auto& item : module.named_parameters()) {
     auto& parameter = item.value();
-    parameter.copy_(init_values(item.key(), seed, 0, parameter.numel(), layers).view(parameter.sizes()));
+    parameter.copy_(
+        init_values(item.key(), seed, 0, parameter.numel(), layers).view(parameter.sizes()));
   }
 }
 

@@ -17,20 +17,23 @@ torch::nn::Linear linear(int64_t in, int64_t out) {
 }  // namespace
 
 LlamaConfig resolve(LlamaConfig config) {
-  const std::pair<const char*, int64_t> sizes[] = {{"dim", config.dim},       {"layers", config.layers},
-                                                   {"heads", config.heads},   {"vocab", config.vocab},
+  const std::pair<const char*, int64_t> sizes[] = {{"dim", config.dim},
+                                                   {"layers", config.layers},
+                                                   {"heads", config.heads},
+                                                   {"vocab", config.vocab},
                                                    {"seq", config.seq}};
   for (const auto& [name, size] : sizes) {
     TORCH_CHECK_VALUE(size > 0, "model: ", name, " must be at least 1, got ", size);
   }
-  TORCH_CHECK_VALUE(config.kv_heads >= 0, "model: kv-heads must not be negative, got ", config.kv_heads);
+  TORCH_CHECK_VALUE(config.kv_heads >= 0, "model: kv-heads must not be negative, got ",
+                    config.kv_heads);
   TORCH_CHECK_VALUE(config.ffn >= 0, "model: ffn must not be negative, got ", config.ffn);
   if (config.kv_heads == 0) config.kv_heads = config.heads;
   if (config.ffn == 0) config.ffn = (8 * config.dim / 3 + 63) / 64 * 64;
   TORCH_CHECK_VALUE(config.dim % config.heads == 0, "model: dim ", config.dim,
                     " is not a multiple of heads ", config.heads);
-  TORCH_CHECK_VALUE(config.head_dim() % 2 == 0, "model: rotary positions need an even dim / heads, got ",
-                    config.head_dim());
+  TORCH_CHECK_VALUE(config.head_dim() % 2 == 0,
+                    "model: rotary positions need an even dim / heads, got ", config.head_dim());
   TORCH_CHECK_VALUE(config.heads % config.kv_heads == 0, "model: heads ", config.heads,
                     " is not a multiple of kv-heads ", config.kv_heads);
   return config;
@@ -46,7 +49,8 @@ Rotary make_rotary(int64_t head_dim, int64_t seq) {
   const auto exact = torch::TensorOptions(torch::kFloat64);
   const auto frequency = torch::pow(kRotaryBase, -torch::arange(0, head_dim, 2, exact) / head_dim);
   const auto angle = torch::outer(torch::arange(seq, exact), frequency);
-  return {angle.cos().to(torch::kFloat32).unsqueeze(1), angle.sin().to(torch::kFloat32).unsqueeze(1)};
+  return {angle.cos().to(torch::kFloat32).unsqueeze(1),
+          angle.sin().to(torch::kFloat32).unsqueeze(1)};
 }
 
 torch::Tensor apply_rotary(const torch::Tensor& x, const Rotary& rotary) {
@@ -66,8 +70,10 @@ AttentionImpl::AttentionImpl(const LlamaConfig& config)
 
 torch::Tensor AttentionImpl::forward(const torch::Tensor& x, const Rotary& rotary) {
   const int64_t batch = x.size(0), seq = x.size(1);
-  auto q = apply_rotary(wq->forward(x).view({batch, seq, heads_, head_dim_}), rotary).transpose(1, 2);
-  auto k = apply_rotary(wk->forward(x).view({batch, seq, kv_heads_, head_dim_}), rotary).transpose(1, 2);
+  auto q =
+      apply_rotary(wq->forward(x).view({batch, seq, heads_, head_dim_}), rotary).transpose(1, 2);
+  auto k =
+      apply_rotary(wk->forward(x).view({batch, seq, kv_heads_, head_dim_}), rotary).transpose(1, 2);
   auto v = wv->forward(x).view({batch, seq, kv_heads_, head_dim_}).transpose(1, 2);
   if (kv_heads_ != heads_) {
     k = k.repeat_interleave(heads_ / kv_heads_, 1);
@@ -102,7 +108,8 @@ torch::Tensor BlockImpl::forward(const torch::Tensor& x, const Rotary& rotary) {
 
 LlamaImpl::LlamaImpl(const LlamaConfig& config)
     : config_(config), rotary_(make_rotary(config.head_dim(), config.seq)) {
-  tok_embeddings = register_module("tok_embeddings", torch::nn::Embedding(config.vocab, config.dim));
+  tok_embeddings =
+      register_module("tok_embeddings", torch::nn::Embedding(config.vocab, config.dim));
   layers = register_module("layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.layers; ++i) layers->push_back(Block(config));
   norm = register_module("norm", RMSNorm(config.dim));
@@ -111,10 +118,12 @@ LlamaImpl::LlamaImpl(const LlamaConfig& config)
 
 torch::Tensor LlamaImpl::forward(const torch::Tensor& tokens) {
   const int64_t seq = tokens.size(1);
-  TORCH_CHECK_VALUE(seq <= config_.seq, "input of ", seq, " tokens, but the model was made for ", config_.seq);
+  TORCH_CHECK_VALUE(seq <= config_.seq, "input of ", seq, " tokens, but the model was made for ",
+                    config_.seq);
   auto h = tok_embeddings->forward(tokens);
   const auto like = h.options().requires_grad(false);
-  const Rotary rotary{rotary_.cos.narrow(0, 0, seq).to(like), rotary_.sin.narrow(0, 0, seq).to(like)};
+  const Rotary rotary{rotary_.cos.narrow(0, 0, seq).to(like),
+                      rotary_.sin.narrow(0, 0, seq).to(like)};
   for (const auto& layer : *layers) h = layer->as<Block>()->forward(h, rotary);
   h = norm->forward(h);
   return config_.tied ? torch::linear(h, tok_embeddings->weight) : output->forward(h);

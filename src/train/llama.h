@@ -1,7 +1,7 @@
 #pragma once
 
-// A Llama-style decoder from plain torch::nn modules: RMSNorm, rotary positions (rotate-half), grouped-query
-// attention, SwiGLU. It knows nothing of sharding.
+// A Llama-style decoder from plain torch::nn modules: RMSNorm, rotary positions (rotate-half),
+// grouped-query attention, SwiGLU. It knows nothing of sharding.
 
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
@@ -96,7 +96,8 @@ class LlamaImpl : public torch::nn::Module {
 };
 TORCH_MODULE(Llama);
 
-/// Mean cross entropy, in nats a token, of `model` reading `x` and predicting `y`; computed in float32.
+/// Mean cross entropy, in nats a token, of `model` reading `x` and predicting `y`; computed in
+/// float32.
 torch::Tensor next_token_loss(Llama& model, const torch::Tensor& x, const torch::Tensor& y);
 
 }  // namespace fsdp2::train

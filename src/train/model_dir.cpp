@@ -1,13 +1,13 @@
 #include "train/model_dir.h"
 
+#include "train/weights.h"
+#include "train/world.h"
+
 #include <torch/torch.h>
 
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
-
-#include "train/weights.h"
-#include "train/world.h"
 
 namespace fsdp2::train {
 namespace {
@@ -56,7 +56,8 @@ Llama load_model(const std::string& folder) {
   const fs::path root(folder);
   const auto path = (root / "config.json").string();
   std::ifstream file(path);
-  TORCH_CHECK_VALUE(file.good(), "cannot read ", path, ": is ", folder, " a folder that fsdp2 train wrote?");
+  TORCH_CHECK_VALUE(file.good(), "cannot read ", path, ": is ", folder,
+                    " a folder that fsdp2 train wrote?");
   LlamaConfig config;
   try {
     const auto json = Json::parse(file);

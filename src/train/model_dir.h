@@ -2,9 +2,9 @@
 
 // A trained model in a folder: model.safetensors and config.json.
 
-#include <string>
-
 #include "train/llama.h"
+
+#include <string>
 
 namespace fsdp2::train {
 

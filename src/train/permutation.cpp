@@ -1,14 +1,15 @@
 #include "train/permutation.h"
 
+#include "train/random.h"
+
 #include <c10/util/Exception.h>
 
 #include <bit>
 
-#include "train/random.h"
-
 namespace fsdp2::train {
 
-// A Feistel network over the smallest even number of bits that holds `size`; results outside are sent through again.
+// A Feistel network over the smallest even number of bits that holds `size`; results outside are
+// sent through again.
 uint64_t permute(uint64_t index, uint64_t size, uint64_t key) {
   TORCH_CHECK_INDEX(index < size, "permute: ", index, " is not below ", size);
   constexpr int kRounds = 4;

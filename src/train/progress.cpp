@@ -1,17 +1,17 @@
 #include "train/progress.h"
 
 #include <c10/util/Exception.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <nlohmann/json.hpp>
+#include <unistd.h>
 
 namespace fsdp2::train {
 namespace {
 
-constexpr double kSmoothing = 0.05;       // weight of the newest step in the running mean
+constexpr double kSmoothing = 0.05;      // weight of the newest step in the running mean
 constexpr double kRefreshSeconds = 0.1;  // of the live line
 
 template <class... Args>
@@ -30,7 +30,10 @@ std::string clock_text(double seconds) {
 }
 
 Progress::Progress(bool active, int64_t steps, int64_t log_every, const std::string& metrics)
-    : active_(active), terminal_(::isatty(STDERR_FILENO) == 1), steps_(steps), log_every_(log_every),
+    : active_(active),
+      terminal_(::isatty(STDERR_FILENO) == 1),
+      steps_(steps),
+      log_every_(log_every),
       metrics_path_(metrics) {
   if (!active_ || metrics.empty()) return;
   metrics_.open(metrics, std::ios::trunc);
@@ -56,13 +59,14 @@ void Progress::step(const StepReport& report) {
   const double seconds = now - last_time_;
   last_time_ = now;
   // The first step warms caches up; the mean starts over after it.
-  seconds_a_step_ = report.step <= 2 ? seconds : seconds_a_step_ + kSmoothing * (seconds - seconds_a_step_);
+  seconds_a_step_ =
+      report.step <= 2 ? seconds : seconds_a_step_ + kSmoothing * (seconds - seconds_a_step_);
   const double tokens_per_s = static_cast<double>(report.tokens) / std::max(seconds_a_step_, 1e-9);
   if (metrics_.is_open()) {
-    const nlohmann::ordered_json line = {{"step", report.step},           {"loss", report.loss},
-                                         {"grad_norm", report.grad_norm}, {"lr", report.lr},
-                                         {"tokens", report.tokens},       {"step_s", seconds},
-                                         {"elapsed_s", now}};
+    const nlohmann::ordered_json line = {
+        {"step", report.step}, {"loss", report.loss},     {"grad_norm", report.grad_norm},
+        {"lr", report.lr},     {"tokens", report.tokens}, {"step_s", seconds},
+        {"elapsed_s", now}};
     metrics_ << line.dump() << std::endl;
   }
   const bool last = report.step == steps_;
@@ -89,7 +93,10 @@ void Progress::validation(int64_t step, double loss) {
   validation_ = loss;
   last_time_ = elapsed();
   if (metrics_.is_open()) {
-    metrics_ << nlohmann::ordered_json{{"step", step}, {"validation_loss", loss}, {"elapsed_s", last_time_}}.dump()
+    metrics_ << nlohmann::ordered_json{{"step", step},
+                                       {"validation_loss", loss},
+                                       {"elapsed_s", last_time_}}
+                    .dump()
              << std::endl;
   }
   note(format("step %lld  validation loss %.4f nats/byte", static_cast<long long>(step), loss));

@@ -1,7 +1,7 @@
 #pragma once
 
-// What a run tells while it runs: a line that is rewritten on a terminal, lines at intervals elsewhere, and a JSON
-// object a line in a metrics file.
+// What a run tells while it runs: a line that is rewritten on a terminal, lines at intervals
+// elsewhere, and a JSON object a line in a metrics file.
 
 #include <chrono>
 #include <cstdint>
@@ -19,7 +19,8 @@ struct StepReport {
 
 class Progress {
  public:
-  /// `metrics` may be empty. Error naming it if it cannot be opened. A Progress that is not `active` says nothing.
+  /// `metrics` may be empty. Error naming it if it cannot be opened. A Progress that is not
+  /// `active` says nothing.
   Progress(bool active, int64_t steps, int64_t log_every, const std::string& metrics);
   ~Progress();
 

@@ -11,8 +11,8 @@ struct Schedule {
   int64_t steps = 1;
   double final_fraction = 0.1;
 
-  /// Of step `step`, counted from 0: step 0 of a warm-up of n takes peak / n; step `warmup` takes the peak; steps - 1
-  /// takes final_fraction * peak.
+  /// Of step `step`, counted from 0: step 0 of a warm-up of n takes peak / n; step `warmup` takes
+  /// the peak; steps - 1 takes final_fraction * peak.
   double at(int64_t step) const;
 };
 

@@ -1,7 +1,15 @@
 #include "train/step_bench.h"
 
+#include "train/grad_norm.h"
+#include "train/init.h"
+#include "train/process_stats.h"
+#include "train/tokens.h"
+#include "train/weights.h"
+#include "train/world.h"
+
 #include <fsdp2/collectives.h>
 #include <fsdp2/dtensor.h>
+
 #include <torch/torch.h>
 
 #include <array>
@@ -9,13 +17,6 @@
 #include <cmath>
 #include <limits>
 #include <thread>
-
-#include "train/grad_norm.h"
-#include "train/init.h"
-#include "train/process_stats.h"
-#include "train/tokens.h"
-#include "train/weights.h"
-#include "train/world.h"
 
 namespace fsdp2::train {
 namespace {
@@ -96,14 +97,16 @@ void StepBench::build() {
   if (sharded_) shard(model_, options_.reshard_after_forward);
   parameters_ = model_->parameters();
   optimizer_ = std::make_unique<torch::optim::AdamW>(
-      parameters_, torch::optim::AdamWOptions(options_.lr).betas({0.9, 0.95}).eps(1e-8).weight_decay(0.1));
+      parameters_,
+      torch::optim::AdamWOptions(options_.lr).betas({0.9, 0.95}).eps(1e-8).weight_decay(0.1));
   build_s_ = ms_since(start) / 1e3;
   init_checksums_ = checksums();
 }
 
 Batch StepBench::batch(int64_t micro) const {
   const auto of_rank = [&](int64_t rank) {
-    return synthetic_batch(options_.seed, micro, rank, options_.batch, options_.model.seq, options_.model.vocab);
+    return synthetic_batch(options_.seed, micro, rank, options_.batch, options_.model.seq,
+                           options_.model.vocab);
   };
   if (sharded_ || options_.local_replicas) return of_rank(world_.rank());
   std::vector<torch::Tensor> x, y;
@@ -185,7 +188,10 @@ Json StepBench::run() {
       batches.push_back(batch((options_.start_step + i) * options_.accum + k));
     }
     if (i == 0) {
-      for (const auto& token : batches[0].x.flatten().narrow(0, 0, std::min<int64_t>(8, batches[0].x.numel())).unbind()) {
+      for (const auto& token : batches[0]
+                                   .x.flatten()
+                                   .narrow(0, 0, std::min<int64_t>(8, batches[0].x.numel()))
+                                   .unbind()) {
         tokens_head_.push_back(token.item<int64_t>());
       }
     }
@@ -276,7 +282,9 @@ Json StepBench::report(const std::vector<Step>& steps, std::vector<double> times
 
   int64_t count = 0;
   for (const auto& parameter : parameters_) count += parameter.numel();
-  const int64_t copies = sharded_ ? world_.size() : options_.local_replicas ? 1 : options_.local_world;
+  const int64_t copies = sharded_                  ? world_.size()
+                         : options_.local_replicas ? 1
+                                                   : options_.local_world;
   const int64_t tokens = options_.batch * options_.model.seq * options_.accum * copies;
   Json json = {{"config", config()},
                {"env",
@@ -325,8 +333,9 @@ Json StepBench::report(const std::vector<Step>& steps, std::vector<double> times
 }
 
 void check(const StepBenchOptions& options, const World& world) {
-  const std::pair<const char*, int64_t> counts[] = {
-      {"--batch", options.batch}, {"--accum", options.accum}, {"--local-world", options.local_world}};
+  const std::pair<const char*, int64_t> counts[] = {{"--batch", options.batch},
+                                                    {"--accum", options.accum},
+                                                    {"--local-world", options.local_world}};
   for (const auto& [name, value] : counts) {
     TORCH_CHECK_VALUE(value >= 1, name, " must be at least 1, got ", value);
   }

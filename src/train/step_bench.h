@@ -1,13 +1,14 @@
 #pragma once
 
-// `fsdp2 bench step`: trains the decoder on synthetic tokens for a few steps and reports losses, gradient norms, times,
-// memory and collectives, sharded or in one process, so that two runs can be held against each other.
+// `fsdp2 bench step`: trains the decoder on synthetic tokens for a few steps and reports losses,
+// gradient norms, times, memory and collectives, sharded or in one process, so that two runs can be
+// held against each other.
+
+#include "train/llama.h"
 
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
-
-#include "train/llama.h"
 
 namespace fsdp2::train {
 
@@ -20,8 +21,9 @@ struct StepBenchOptions {
   double lr = 1e-3;
   uint64_t seed = 1234;
   int64_t accum = 1;
-  double clip = 0;                 // 0: the norm only
-  std::string norm_impl = "torch";  // fast and fp64: norms of the local parts and one small all-reduce; off
+  double clip = 0;  // 0: the norm only
+  std::string norm_impl =
+      "torch";  // fast and fp64: norms of the local parts and one small all-reduce; off
   bool reshard_after_forward = true;
   int64_t local_world = 1;      // local mode: the batches of this many ranks, concatenated
   bool local_replicas = false;  // local mode on several ranks: each trains its own copy
@@ -30,7 +32,8 @@ struct StepBenchOptions {
   int64_t start_step = 0;
 };
 
-/// Collective over the world that the environment describes. The report on rank 0, nothing on the others.
+/// Collective over the world that the environment describes. The report on rank 0, nothing on the
+/// others.
 std::optional<nlohmann::ordered_json> run_step_bench(const StepBenchOptions& options);
 
 }  // namespace fsdp2::train

@@ -14,7 +14,7 @@ void note(int signal) { noted = signal; }
 
 StopSignal::StopSignal() {
   noted = 0;
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = note;
   action.sa_flags = SA_RESTART | SA_RESETHAND;
   sigemptyset(&action.sa_mask);

@@ -2,8 +2,8 @@
 
 namespace fsdp2::train {
 
-/// While one lives, SIGTERM and SIGINT are noted instead of ending the process; a second one ends it. At most one at a
-/// time.
+/// While one lives, SIGTERM and SIGINT are noted instead of ending the process; a second one ends
+/// it. At most one at a time.
 class StopSignal {
  public:
   StopSignal();

@@ -4,8 +4,10 @@
 
 namespace fsdp2::train {
 
-Batch synthetic_batch(uint64_t seed, int64_t micro, int64_t rank, int64_t batch, int64_t seq, int64_t vocab) {
-  uint64_t state = seed + 1000003 * static_cast<uint64_t>(micro) + 7919 * static_cast<uint64_t>(rank);
+Batch synthetic_batch(uint64_t seed, int64_t micro, int64_t rank, int64_t batch, int64_t seq,
+                      int64_t vocab) {
+  uint64_t state =
+      seed + 1000003 * static_cast<uint64_t>(micro) + 7919 * static_cast<uint64_t>(rank);
   const auto advance = [&state] { state = state * 6364136223846793005 + 1442695040888963407; };
   for (int i = 0; i < 3; ++i) advance();
   auto tokens = torch::empty({batch, seq + 1}, torch::kInt64);

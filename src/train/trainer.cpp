@@ -1,16 +1,16 @@
 #include "train/trainer.h"
 
-#include <torch/torch.h>
-
-#include <cmath>
-#include <csignal>
-#include <filesystem>
-
 #include "train/grad_norm.h"
 #include "train/init.h"
 #include "train/model_dir.h"
 #include "train/progress.h"
 #include "train/stop_signal.h"
+
+#include <torch/torch.h>
+
+#include <cmath>
+#include <csignal>
+#include <filesystem>
 
 namespace fsdp2::train {
 namespace {
@@ -30,7 +30,8 @@ void check(const TrainOptions& options) {
                                                          {"warmup", options.schedule.warmup},
                                                          {"val-every", options.val_every}};
   for (const auto& [name, value] : not_negative) {
-    TORCH_CHECK_VALUE(value >= 0 && std::isfinite(value), name, " must not be negative, got ", value);
+    TORCH_CHECK_VALUE(value >= 0 && std::isfinite(value), name, " must not be negative, got ",
+                      value);
   }
 }
 
@@ -49,7 +50,8 @@ class Trainer {
   void prepare();
   void make_optimizer();
   void set_lr(double lr);
-  /// Forward and backward of all micro-batches; the mean over ranks. Error on all ranks if a loss is not finite.
+  /// Forward and backward of all micro-batches; the mean over ranks. Error on all ranks if a loss
+  /// is not finite.
   Reduced accumulate(int64_t step);
   double validate();
 
@@ -70,8 +72,8 @@ void Trainer::prepare() {
     data.seed = options_.seed;
     data_ = std::make_unique<Dataset>(data);
     if (!options_.out.empty()) std::filesystem::create_directories(options_.out);
-    progress_ = std::make_unique<Progress>(world_.rank() == 0, options_.schedule.steps, options_.log_every,
-                                           options_.metrics);
+    progress_ = std::make_unique<Progress>(world_.rank() == 0, options_.schedule.steps,
+                                           options_.log_every, options_.metrics);
     model_ = Llama(options_.model);
     init_weights(*model_, options_.seed, options_.model.layers);
   });
@@ -81,15 +83,17 @@ void Trainer::prepare() {
 
   int64_t count = 0;
   for (const auto& parameter : parameters_) count += parameter.numel();
-  progress_->note("training " + std::to_string(count) + " parameters on " + std::to_string(world_.size()) +
-                  (world_.size() == 1 ? " rank; " : " ranks; ") + std::to_string(data_->documents()) +
-                  " documents, " + std::to_string(data_->train_size()) + " bytes to train on and " +
+  progress_->note("training " + std::to_string(count) + " parameters on " +
+                  std::to_string(world_.size()) + (world_.size() == 1 ? " rank; " : " ranks; ") +
+                  std::to_string(data_->documents()) + " documents, " +
+                  std::to_string(data_->train_size()) + " bytes to train on and " +
                   std::to_string(data_->validation_size()) + " held out");
 }
 
 void Trainer::make_optimizer() {
   std::vector<torch::Tensor> matrices, vectors;
-  for (const auto& parameter : parameters_) (parameter.dim() >= 2 ? matrices : vectors).push_back(parameter);
+  for (const auto& parameter : parameters_)
+    (parameter.dim() >= 2 ? matrices : vectors).push_back(parameter);
   const auto options = [](double weight_decay) {
     return std::make_unique<torch::optim::AdamWOptions>(
         torch::optim::AdamWOptions().betas({0.9, 0.95}).eps(1e-8).weight_decay(weight_decay));
@@ -118,17 +122,19 @@ Trainer::Reduced Trainer::accumulate(int64_t step) {
   std::vector<double> sums{mean, std::isfinite(mean) ? 0.0 : 1.0, signal == SIGTERM ? 1.0 : 0.0,
                            signal == SIGINT ? 1.0 : 0.0};
   sum_over_ranks(sums);
-  TORCH_CHECK(sums[1] == 0, "the loss is not finite at step ", step + 1, " on ", sums[1], " of ", world_.size(),
-              " ranks; try a lower learning rate, a longer warm-up or clipping");
+  TORCH_CHECK(sums[1] == 0, "the loss is not finite at step ", step + 1, " on ", sums[1], " of ",
+              world_.size(), " ranks; try a lower learning rate, a longer warm-up or clipping");
   return {sums[0] / world_.size(), sums[2] > 0 ? SIGTERM : sums[3] > 0 ? SIGINT : 0};
 }
 
 double Trainer::validate() {
   const torch::NoGradGuard no_grad;
-  const int64_t count = data_->validation_batches(options_.val_batches, world_.size(), options_.batch);
+  const int64_t count =
+      data_->validation_batches(options_.val_batches, world_.size(), options_.batch);
   std::vector<double> sum{0};
   for (int64_t i = 0; i < count; ++i) {
-    const auto [x, y] = data_->validation_batch(i, count, world_.rank(), world_.size(), options_.batch);
+    const auto [x, y] =
+        data_->validation_batch(i, count, world_.rank(), world_.size(), options_.batch);
     sum[0] += next_token_loss(model_, x, y).item<double>();
   }
   sum_over_ranks(sum);
@@ -172,6 +178,8 @@ TrainResult Trainer::run() {
 
 }  // namespace
 
-TrainResult train(const TrainOptions& options, const World& world) { return Trainer(options, world).run(); }
+TrainResult train(const TrainOptions& options, const World& world) {
+  return Trainer(options, world).run();
+}
 
 }  // namespace fsdp2::train

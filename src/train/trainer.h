@@ -2,12 +2,12 @@
 
 // `fsdp2 train`: trains the decoder on text, sharded over all ranks.
 
-#include <string>
-
 #include "train/data.h"
 #include "train/llama.h"
 #include "train/schedule.h"
 #include "train/world.h"
+
+#include <string>
 
 namespace fsdp2::train {
 
@@ -30,12 +30,13 @@ struct TrainOptions {
 
 struct TrainResult {
   int64_t steps = 0;
-  int signal = 0;  // that stopped the run early, or 0
+  int signal = 0;              // that stopped the run early, or 0
   double validation_loss = 0;  // nats a byte; not measured when stopped early
 };
 
-/// Collective. Errors in the options, data and folders are raised on all ranks before training starts; a loss that is
-/// not finite, at its step. SIGTERM or SIGINT on any rank stops all ranks after the same step; the model is saved.
+/// Collective. Errors in the options, data and folders are raised on all ranks before training
+/// starts; a loss that is not finite, at its step. SIGTERM or SIGINT on any rank stops all ranks
+/// after the same step; the model is saved.
 TrainResult train(const TrainOptions& options, const World& world);
 
 }  // namespace fsdp2::train

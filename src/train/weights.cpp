@@ -1,11 +1,12 @@
 #include "train/weights.h"
 
+#include "train/world.h"
+
 #include <fsdp2/dtensor.h>
+
 #include <torch/torch.h>
 
 #include <exception>
-
-#include "train/world.h"
 
 namespace fsdp2::train {
 
@@ -15,14 +16,16 @@ void load_weights(torch::nn::Module& module, const std::string& path) {
   auto parameters = module.named_parameters();
   for (const auto& entry : reader.entries()) {
     const auto* parameter = parameters.find(entry.name);
-    TORCH_CHECK_VALUE(parameter != nullptr, path, ": the model has no parameter called ", entry.name);
-    TORCH_CHECK_VALUE(parameter->sizes() == entry.sizes, path, ": ", entry.name, " has size ", entry.sizes,
-                      ", the model's has ", parameter->sizes());
-    TORCH_CHECK_VALUE(parameter->scalar_type() == entry.dtype, path, ": ", entry.name, " is ", entry.dtype,
-                      ", the model's is ", parameter->scalar_type());
+    TORCH_CHECK_VALUE(parameter != nullptr, path, ": the model has no parameter called ",
+                      entry.name);
+    TORCH_CHECK_VALUE(parameter->sizes() == entry.sizes, path, ": ", entry.name, " has size ",
+                      entry.sizes, ", the model's has ", parameter->sizes());
+    TORCH_CHECK_VALUE(parameter->scalar_type() == entry.dtype, path, ": ", entry.name, " is ",
+                      entry.dtype, ", the model's is ", parameter->scalar_type());
   }
   for (const auto& item : parameters) {
-    TORCH_CHECK_VALUE(reader.contains(item.key()), path, ": the parameter ", item.key(), " is missing");
+    TORCH_CHECK_VALUE(reader.contains(item.key()), path, ": the parameter ", item.key(),
+                      " is missing");
   }
   for (auto& item : parameters) item.value().copy_(reader.read(item.key()));
 }
@@ -39,7 +42,8 @@ void save_weights(const torch::nn::Module& module, const std::string& path,
       try {
         write();
       } catch (...) {
-        failure = std::current_exception();  // the other ranks still gather: leave the loop with them
+        failure =
+            std::current_exception();  // the other ranks still gather: leave the loop with them
       }
     };
     on_rank_0([&] {

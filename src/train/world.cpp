@@ -2,6 +2,7 @@
 
 #include <fsdp2/collectives.h>
 #include <fsdp2/fully_shard.h>
+
 #include <torch/torch.h>
 
 #include <cstdlib>

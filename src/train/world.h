@@ -1,14 +1,15 @@
 #pragma once
 
-// What trainers do with the world: join it, shard a model over it, reduce a few numbers, agree on errors.
+// What trainers do with the world: join it, shard a model over it, reduce a few numbers, agree on
+// errors.
+
+#include "train/llama.h"
 
 #include <fsdp2/process_group.h>
 
 #include <functional>
 #include <string>
 #include <vector>
-
-#include "train/llama.h"
 
 namespace fsdp2::train {
 
@@ -27,14 +28,15 @@ class World {
   int rank_, size_;
 };
 
-/// Compute threads of this process; 0 leaves OMP_NUM_THREADS if that is set, else shares the cores among the ranks of
-/// this host.
+/// Compute threads of this process; 0 leaves OMP_NUM_THREADS if that is set, else shares the cores
+/// among the ranks of this host.
 void set_threads(int threads);
 
 /// One group a block, and the rest as the root's.
 void shard(Llama& model, bool reshard_after_forward);
 
-/// Runs `body` on every rank; if it throws on any, throws on all, naming the first rank that failed. Collective.
+/// Runs `body` on every rank; if it throws on any, throws on all, naming the first rank that
+/// failed. Collective.
 void agree(const std::string& what, const std::function<void()>& body);
 
 /// Sum over all ranks, of float64 values; in place. Collective.

@@ -1,0 +1,153 @@
+// fsdp2 train, generate and bench as commands.
+
+#include "support/command.h"
+#include "support/temporary_folder.h"
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
+
+namespace fsdp2::testing {
+namespace {
+
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Json = nlohmann::json;
+
+std::vector<std::string> fsdp2(const std::vector<std::string>& arguments) {
+  std::vector<std::string> command{test_variable("FSDP2_BIN")};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  return command;
+}
+
+std::vector<std::string> on_two_ranks(const std::vector<std::string>& arguments) {
+  auto command = fsdp2({"run", "-n", "2", "--"});
+  const auto program = fsdp2(arguments);
+  command.insert(command.end(), program.begin(), program.end());
+  return command;
+}
+
+class TrainCommand : public ::testing::Test {
+ protected:
+  TrainCommand() {
+    std::string text;
+    for (int i = 0; i < 200; ++i) text += "line " + std::to_string(i) + " of the text\n";
+    folder_.write("text/a.txt", text);
+  }
+
+  std::vector<std::string> train(const std::vector<std::string>& more = {}) const {
+    std::vector<std::string> arguments{"train",
+                                       "--data",
+                                       folder_.path("text"),
+                                       "--dim",
+                                       "12",
+                                       "--layers",
+                                       "1",
+                                       "--heads",
+                                       "2",
+                                       "--seq",
+                                       "16",
+                                       "--batch",
+                                       "4",
+                                       "--log-every",
+                                       "1",
+                                       "--threads",
+                                       "1"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return arguments;
+  }
+
+  TemporaryFolder folder_;
+};
+
+TEST_F(TrainCommand, TrainsOnTwoRanksAndGenerateGoesOn) {
+  const auto out = folder_.path("out");
+  const auto done = run_command(
+      on_two_ranks(train({"--steps", "30", "--lr", "0.02", "--out", out, "--sample", "9"})));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.err, HasSubstr("2 ranks; 1 documents"));
+  EXPECT_THAT(done.err, HasSubstr("step 30/30  loss"));
+  EXPECT_THAT(done.out, HasSubstr("validation loss "));
+  EXPECT_THAT(done.out, HasSubstr("nats/byte"));
+  EXPECT_THAT(done.out, HasSubstr("sample:"));
+  const std::vector<std::string> generate{"generate", "--from",   out,  "--prompt",
+                                          "line 1",   "--tokens", "12", "--threads",
+                                          "1",        "--seed",   "5"};
+  const auto one = run_command(fsdp2(generate)), two = run_command(fsdp2(generate));
+  EXPECT_EQ(one.exit_code, 0) << one.err;
+  EXPECT_THAT(one.out, ::testing::StartsWith("line 1"));
+  EXPECT_EQ(one.out, two.out);
+}
+
+TEST_F(TrainCommand, ASignalStopsItAndTheModelIsSaved) {
+  for (const int signal : {SIGTERM, SIGINT}) {
+    const auto out = folder_.path("out" + std::to_string(signal));
+    Command command(on_two_ranks(train({"--steps", "1000000", "--out", out})));
+    command.wait_for_output("step 3/");
+    command.signal(signal);
+    const auto done = command.wait();
+    EXPECT_EQ(done.exit_code, 128 + signal) << done.err;
+    EXPECT_THAT(done.err, HasSubstr(signal == SIGTERM ? "by SIGTERM" : "by SIGINT"));
+    EXPECT_TRUE(std::filesystem::exists(out + "/model.safetensors")) << done.err;
+    EXPECT_THAT(done.out, Not(HasSubstr("validation loss")));
+  }
+}
+
+TEST_F(TrainCommand, ReadsAConfigFileAndTheCommandLineWins) {
+  const auto config = folder_.write(
+      "run.toml", "steps = 7\nlr = 0.25\nwarmup = 1\nmetrics = \"" + folder_.path("m") + "\"\n");
+  const auto done = run_command(fsdp2(train({"--config", config, "--steps", "2"})));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  std::ifstream file(folder_.path("m"));
+  std::vector<Json> lines;
+  for (std::string line; std::getline(file, line);) lines.push_back(Json::parse(line));
+  ASSERT_EQ(lines.size(), 3);  // two steps and the validation
+  EXPECT_DOUBLE_EQ(lines[0]["lr"].get<double>(), 0.25);
+  folder_.write("run.toml", "stepz = 7\n");
+  const auto unknown = run_command(fsdp2(train({"--config", config})));
+  EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_THAT(unknown.err, HasSubstr("stepz"));
+}
+
+TEST_F(TrainCommand, BadInputIsRefusedBeforeTraining) {
+  auto missing = run_command(fsdp2({"train", "--data", folder_.path("none"), "--steps", "1"}));
+  EXPECT_EQ(missing.exit_code, 1);
+  EXPECT_THAT(missing.err, HasSubstr("no file or folder " + folder_.path("none")));
+  EXPECT_THAT(missing.err, Not(HasSubstr("frame #")));
+  EXPECT_EQ(run_command(fsdp2({"train"})).exit_code, 2);
+  auto preset = run_command(fsdp2(train({"--preset", "huge"})));
+  EXPECT_EQ(preset.exit_code, 2);
+  EXPECT_THAT(preset.err, HasSubstr("huge"));
+  EXPECT_THAT(run_command(fsdp2(train({"--heads", "5"}))).err,
+              HasSubstr("dim 12 is not a multiple of heads 5"));
+  EXPECT_THAT(run_command(fsdp2({"generate", "--from", folder_.path()})).err,
+              HasSubstr("config.json"));
+}
+
+TEST_F(TrainCommand, BenchStepWritesAReport) {
+  const std::vector<std::string> sizes{"bench",   "step", "--dim",   "12", "--layers", "1",
+                                       "--heads", "2",    "--vocab", "31", "--seq",    "8",
+                                       "--batch", "1",    "--steps", "2",  "--warmup", "1"};
+  auto arguments = sizes;
+  arguments.insert(arguments.end(), {"--json", folder_.path("report")});
+  const auto done = run_command(on_two_ranks(arguments));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, ContainsRegex("fsdp2 +W=2"));
+  const auto report = Json::parse(std::ifstream(folder_.path("report")));
+  EXPECT_EQ(report["losses"].size(), 3);
+  EXPECT_EQ(report["per_rank"].size(), 2);
+  EXPECT_GE(report["all_gathers"].get<int>(), 3);
+  EXPECT_EQ(report["reduce_scatters"], 2);
+  arguments = sizes;
+  arguments.insert(arguments.end(), {"--param-dtype", "bf16"});
+  const auto refused = run_command(fsdp2(arguments));
+  EXPECT_EQ(refused.exit_code, 1);
+  EXPECT_THAT(refused.err, HasSubstr("fp32 only"));
+}
+
+}  // namespace
+}  // namespace fsdp2::testing

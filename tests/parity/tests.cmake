@@ -1,0 +1,9 @@
+# Against PyTorch in Python. Without a Python that has torch there is nothing to compare with.
+if(FSDP2_PYTHON)
+  add_test(NAME parity/step
+    COMMAND ${FSDP2_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/parity/step_parity.py $<TARGET_FILE:fsdp2_cli>)
+  add_test(NAME parity/safetensors
+    COMMAND ${FSDP2_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/parity/safetensors_parity.py $<TARGET_FILE:fsdp2_cli>)
+  set_tests_properties(parity/step parity/safetensors PROPERTIES TIMEOUT 180 LABELS parity
+    SKIP_RETURN_CODE 77 ENVIRONMENT "OMP_NUM_THREADS=1;PYTHONDONTWRITEBYTECODE=1")
+endif()
