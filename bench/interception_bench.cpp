@@ -1,8 +1,11 @@
-// What an op costs on a gathered parameter, and an optimizer step on DTensors, beside the same on plain tensors.
+// What an op costs on a gathered parameter, and an optimizer step on DTensors, beside the same on
+// plain tensors.
+
+#include <fsdp2/fsdp2.h>
+
+#include <torch/torch.h>
 
 #include <benchmark/benchmark.h>
-#include <fsdp2/fsdp2.h>
-#include <torch/torch.h>
 
 namespace {
 

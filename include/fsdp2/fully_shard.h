@@ -1,18 +1,21 @@
 #pragma once
 
 // fully_shard: per-parameter fully sharded data parallelism for unmodified torch::nn modules.
-// Follows torch.distributed.fsdp.fully_shard (pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+// Follows torch.distributed.fsdp.fully_shard
+// (pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 //
 //   for (auto& block : *model->blocks) fsdp2::fully_shard(block);   // one group a block
 //   fsdp2::fully_shard(model);                                      // the rest: the root group
 //   torch::optim::AdamW optimizer(model->parameters());
 //   loss(model->forward(x)).backward(); optimizer.step();           // as in one process
 //
-// After the call `parameters()` yields DTensors, Shard(0) over the mesh; the module's own members (`weight`) stay the
-// whole parameters and gather themselves when an op touches them. Gradients are averaged over the mesh and
-// arrive in `.grad()` of `parameters()` when backward returns. Make the optimizer after the call.
+// After the call `parameters()` yields DTensors, Shard(0) over the mesh; the module's own members
+// (`weight`) stay the whole parameters and gather themselves when an op touches them. Gradients are
+// averaged over the mesh and arrive in `.grad()` of `parameters()` when backward returns. Make the
+// optimizer after the call.
 
 #include <fsdp2/device_mesh.h>
+
 #include <torch/nn/module.h>
 
 #include <memory>
@@ -25,13 +28,14 @@ namespace fsdp2 {
 struct FullyShardOptions {
   /// 1-D. Not given: all ranks of the world (which is initialised from the environment if need be).
   DeviceMesh mesh;
-  /// Free the whole parameters after forward and gather them again in backward: less memory, one more all-gather. Not
-  /// given: true, but false for a root (a module that no wrapped module contains).
+  /// Free the whole parameters after forward and gather them again in backward: less memory, one
+  /// more all-gather. Not given: true, but false for a root (a module that no wrapped module
+  /// contains).
   std::optional<bool> reshard_after_forward;
 };
 
-/// What unshard() returns: wait() blocks until the parameters are there. Dropping it without waiting is allowed;
-/// the first use then waits.
+/// What unshard() returns: wait() blocks until the parameters are there. Dropping it without
+/// waiting is allowed; the first use then waits.
 class UnshardHandle {
  public:
   void wait();
@@ -43,12 +47,13 @@ class UnshardHandle {
   std::shared_ptr<Impl> impl_;
 };
 
-/// The controls of a wrapped module. A value type; sharding outlives it, and it may outlive the module (then every
-/// call is an error).
+/// The controls of a wrapped module. A value type; sharding outlives it, and it may outlive the
+/// module (then every call is an error).
 class FSDPModule {
  public:
-  /// Gathers the parameters of this module's own group (not of wrapped children), and keeps them until reshard() or
-  /// the end of the next backward. Collective. With `async_op` the gather is started only.
+  /// Gathers the parameters of this module's own group (not of wrapped children), and keeps them
+  /// until reshard() or the end of the next backward. Collective. With `async_op` the gather is
+  /// started only.
   UnshardHandle unshard(bool async_op = false);
   /// Frees the whole parameters of this module's own group; shards stay. No communication.
   void reshard();
@@ -65,16 +70,18 @@ class FSDPModule {
   std::shared_ptr<Impl> impl_;
 };
 
-/// Shards every parameter below `module` that no earlier call has sharded, as one group, and moves parameters and
-/// buffers to the mesh's device. Wrap children before parents. Collective. Errors, before anything changes: the
-/// module was wrapped already; a parent was wrapped before its child; a parameter is aliased by a tensor outside;
-/// the mesh is not 1-D.
-FSDPModule fully_shard(const std::shared_ptr<torch::nn::Module>& module, const FullyShardOptions& options = {});
+/// Shards every parameter below `module` that no earlier call has sharded, as one group, and moves
+/// parameters and buffers to the mesh's device. Wrap children before parents. Collective. Errors,
+/// before anything changes: the module was wrapped already; a parent was wrapped before its child;
+/// a parameter is aliased by a tensor outside; the mesh is not 1-D.
+FSDPModule fully_shard(const std::shared_ptr<torch::nn::Module>& module,
+                       const FullyShardOptions& options = {});
 /// Several modules as one group, e.g. the final norm and the output head.
 FSDPModule fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
                        const FullyShardOptions& options = {});
 template <class Impl>
-FSDPModule fully_shard(const torch::nn::ModuleHolder<Impl>& module, const FullyShardOptions& options = {}) {
+FSDPModule fully_shard(const torch::nn::ModuleHolder<Impl>& module,
+                       const FullyShardOptions& options = {}) {
   return fully_shard(std::static_pointer_cast<torch::nn::Module>(module.ptr()), options);
 }
 

@@ -124,8 +124,8 @@ OpInfo::OpInfo(const c10::FunctionSchema& schema, uint32_t flags)
 void intercept(const Interception& interception) {
   std::lock_guard<std::mutex> lock(mutex);
   auto& dispatcher = c10::Dispatcher::singleton();
-  const DispatchKey autograd =
-      c10::toRuntimePerBackendFunctionalityKey(DispatchKey::AutogradFunctionality, interception.bit);
+  const DispatchKey autograd = c10::toRuntimePerBackendFunctionalityKey(
+      DispatchKey::AutogradFunctionality, interception.bit);
   const std::vector<Layout> layouts = layouts_of(interception);
   static std::vector<c10::BackendComponent> known;
   if (std::find(known.begin(), known.end(), interception.bit) == known.end()) {
@@ -146,15 +146,16 @@ void intercept(const Interception& interception) {
       if (taken || !wanted) continue;
       handles().push_back(dispatcher.registerImpl(
           name, layout.ours,
-          KernelFunction::makeFromBoxedFunctor(
-              std::make_unique<BelowKernel>(interception.below, info_of(op->schema(), interception))),
+          KernelFunction::makeFromBoxedFunctor(std::make_unique<BelowKernel>(
+              interception.below, info_of(op->schema(), interception))),
           std::nullopt, nullptr, kDebug));
     }
     const bool dense = composite || entry.hasKernelForDispatchKey(DispatchKey::CPU) ||
                        entry.hasKernelForDispatchKey(DispatchKey::CUDA) ||
                        entry.hasKernelForDispatchKey(DispatchKey::AutogradCPU) ||
                        entry.hasKernelForDispatchKey(DispatchKey::AutogradCUDA);
-    const bool seen = dense || (info_of(op->schema(), interception).flags & interception.above_composites);
+    const bool seen =
+        dense || (info_of(op->schema(), interception).flags & interception.above_composites);
     if (!interception.above || !seen || entry.hasKernelForDispatchKey(autograd)) continue;
     handles().push_back(dispatcher.registerImpl(
         name, autograd,

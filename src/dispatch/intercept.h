@@ -1,12 +1,12 @@
 #pragma once
 
-// Interception of ATen ops for tensors that carry an extra backend bit (PrivateUse2: DTensor, PrivateUse3: gathered
-// parameters). Two boxed kernels are mirrored over every op:
+// Interception of ATen ops for tensors that carry an extra backend bit (PrivateUse2: DTensor,
+// PrivateUse3: gathered parameters). Two boxed kernels are mirrored over every op:
 //  - below autograd, at the bit's backend key, in place of the op's CPU or CUDA kernel;
 //  - above autograd, at the bit's autograd key, before the op's own autograd kernel (optional).
-// Mirrored op by op and not only as a fallback: composite kernels would win over a fallback, decompose differently and
-// read data before they dispatch. Registration is for the life of the process; ops that touch no such tensor
-// pay nothing.
+// Mirrored op by op and not only as a fallback: composite kernels would win over a fallback,
+// decompose differently and read data before they dispatch. Registration is for the life of the
+// process; ops that touch no such tensor pay nothing.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -47,18 +47,21 @@ struct Interception {
   Above above = nullptr;  // may stay null
   /// What the schema does not say of an op; kept in OpInfo::flags. May stay null.
   uint32_t (*classify)(const c10::FunctionSchema& schema) = nullptr;
-  /// With one of these flags an op that is composite below autograd too (and so has no kernel to stand in for) is seen by
-  /// `above`.
+  /// With one of these flags an op that is composite below autograd too (and so has no kernel to
+  /// stand in for) is seen by `above`.
   uint32_t above_composites = 0;
-  /// Also stand in for sparse, CSR, nested and quantized kernels, so that our tensors can meet such tensors.
+  /// Also stand in for sparse, CSR, nested and quantized kernels, so that our tensors can meet such
+  /// tensors.
   bool all_layouts = false;
 };
 
-/// Installs the kernels. A second call with the same bit covers ops that were registered since (a few ms). Thread-safe.
+/// Installs the kernels. A second call with the same bit covers ops that were registered since (a
+/// few ms). Thread-safe.
 void intercept(const Interception& interception);
 
-/// Replaces tensors among the arguments on the stack. `map(tensor, argument index)` returns the tensor to put in its
-/// place, or nothing to leave it. Lists are rebuilt only if something in them changed; undefined tensors are skipped.
+/// Replaces tensors among the arguments on the stack. `map(tensor, argument index)` returns the
+/// tensor to put in its place, or nothing to leave it. Lists are rebuilt only if something in them
+/// changed; undefined tensors are skipped.
 template <class Map>
 void map_arguments(const OpInfo& info, torch::jit::Stack& stack, Map&& map);
 /// The same over the results.

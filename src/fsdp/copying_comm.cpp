@@ -1,16 +1,17 @@
+#include "fsdp/group_comm.h"
+#include "fsdp/plain_ops.h"
+#include "mesh/mesh_impl.h"
+
 #include <fsdp2/collectives.h>
 #include <fsdp2/placement.h>
 
 #include <cstring>
 
-#include "fsdp/group_comm.h"
-#include "fsdp/plain_ops.h"
-#include "mesh/mesh_impl.h"
-
 namespace fsdp2::fsdp {
 namespace {
 
-constexpr int64_t kAlignment = 64;  // what the CPU allocator gives; kernels round differently on less
+constexpr int64_t kAlignment =
+    64;  // what the CPU allocator gives; kernels round differently on less
 constexpr int64_t kWordBytes = 64;
 constexpr int kFingerprintBits = 24;
 static_assert(sizeof(GatherWords) <= kWordBytes);
@@ -20,7 +21,8 @@ int64_t align_up(int64_t value, int64_t to) { return (value + to - 1) / to * to;
 /// The raw bytes as a tensor of the given shape.
 torch::Tensor view_bytes(void* data, const ParamLayout& layout, c10::IntArrayRef sizes,
                          c10::IntArrayRef strides, c10::Device device) {
-  return at::from_blob(data, sizes, strides, at::TensorOptions().dtype(layout.dtype).device(device));
+  return at::from_blob(data, sizes, strides,
+                       at::TensorOptions().dtype(layout.dtype).device(device));
 }
 
 /// Where each parameter's part lies in one rank's piece of a flat buffer.
@@ -170,8 +172,9 @@ class LocalReduce final : public Reduce {
   Result result_;
 };
 
-/// One rank's piece: fingerprint bits, user flags, gradients; all in the gradients' dtype, so that the one sum that
-/// adds gradients also adds the flags. Bits must come out as 0 or the number of ranks.
+/// One rank's piece: fingerprint bits, user flags, gradients; all in the gradients' dtype, so that
+/// the one sum that adds gradients also adds the flags. Bits must come out as 0 or the number of
+/// ranks.
 class CopyingReduce final : public Reduce {
  public:
   CopyingReduce(std::shared_ptr<const Shared> shared, std::vector<size_t> params,
@@ -227,10 +230,12 @@ class CopyingReduce final : public Reduce {
   }
 
  private:
-  torch::Tensor part(const torch::Tensor& piece, size_t i, const std::vector<int64_t>& sizes) const {
+  torch::Tensor part(const torch::Tensor& piece, size_t i,
+                     const std::vector<int64_t>& sizes) const {
     const int64_t numel = c10::multiply_integers(sizes);
     if (!c10::isComplexType(dtype_)) return piece.narrow(0, offsets_[i], numel).view(sizes);
-    return at::view_as_complex(piece.narrow(0, offsets_[i], 2 * numel).view({numel, 2})).view(sizes);
+    return at::view_as_complex(piece.narrow(0, offsets_[i], 2 * numel).view({numel, 2}))
+        .view(sizes);
   }
 
   void copy_in(size_t i, const torch::Tensor& gradient) {
@@ -260,9 +265,14 @@ class CopyingReduce final : public Reduce {
 class CopyingComm final : public GroupComm {
  public:
   CopyingComm(const DeviceMesh& mesh, std::vector<ParamLayout> layouts)
-      : shared_(std::make_shared<Shared>(Shared{mesh, std::move(layouts), mesh.get_group(),
-                                                reduce_group_of(mesh, 0), mesh.device(),
-                                                mesh.size(), mesh.get_local_rank(), {}})) {
+      : shared_(std::make_shared<Shared>(Shared{mesh,
+                                                std::move(layouts),
+                                                mesh.get_group(),
+                                                reduce_group_of(mesh, 0),
+                                                mesh.device(),
+                                                mesh.size(),
+                                                mesh.get_local_rank(),
+                                                {}})) {
     for (const ParamLayout& layout : shared_->layouts) {
       Pieces& pieces = shared_->gather_pieces;
       pieces.offsets.push_back(pieces.total);

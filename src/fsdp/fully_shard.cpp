@@ -1,15 +1,15 @@
+#include "fsdp/module_access.h"
+#include "fsdp/param_group.h"
+#include "fsdp/schedule.h"
+#include "fsdp/touch.h"
+#include "mesh/mesh_impl.h"
+
 #include <fsdp2/fully_shard.h>
 
 #include <algorithm>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
-
-#include "fsdp/module_access.h"
-#include "fsdp/param_group.h"
-#include "fsdp/schedule.h"
-#include "fsdp/touch.h"
-#include "mesh/mesh_impl.h"
 
 namespace fsdp2 {
 
@@ -27,7 +27,8 @@ struct FSDPModule::Impl {
   std::optional<bool> reshard_after_forward;
 
   void apply_reshard_after_forward() const {
-    if (auto owned = group.lock()) owned->reshard_after_forward = reshard_after_forward.value_or(!root);
+    if (auto owned = group.lock())
+      owned->reshard_after_forward = reshard_after_forward.value_or(!root);
   }
   std::shared_ptr<torch::nn::Module> alive() const {
     auto locked = module.lock();
@@ -76,8 +77,9 @@ struct Entry {
   std::string name;
 };
 
-/// ParameterList and ParameterDict have no members: forward reads their registry. The module keeps the original, with the
-/// whole parameters; a twin that holds the shards takes its place in the registry of the parent.
+/// ParameterList and ParameterDict have no members: forward reads their registry. The module keeps
+/// the original, with the whole parameters; a twin that holds the shards takes its place in the
+/// registry of the parent.
 struct Twin {
   torch::nn::Module* parent;
   std::string name;
@@ -86,12 +88,12 @@ struct Twin {
 
 /// What one call is going to do, worked out before anything changes.
 struct Plan {
-  std::vector<torch::Tensor> parameters;          // to shard, each once
+  std::vector<torch::Tensor> parameters;  // to shard, each once
   std::vector<std::string> names;
-  std::vector<std::vector<Entry>> entries;        // of each
-  std::vector<Entry> shared;                      // entries that hold a member of another group
+  std::vector<std::vector<Entry>> entries;  // of each
+  std::vector<Entry> shared;                // entries that hold a member of another group
   std::vector<torch::Tensor> buffers;
-  std::vector<State> inner;                       // wrapped modules below
+  std::vector<State> inner;  // wrapped modules below
   std::vector<Twin> twins;
 };
 
@@ -113,7 +115,8 @@ ModulePtr make_twin(torch::nn::Module& original) {
 }
 
 /// The twins that the containers below `module` need, by original.
-std::unordered_map<torch::nn::Module*, ModulePtr> plan_twins(torch::nn::Module& module, Plan& plan) {
+std::unordered_map<torch::nn::Module*, ModulePtr> plan_twins(torch::nn::Module& module,
+                                                             Plan& plan) {
   std::unordered_map<torch::nn::Module*, ModulePtr> twins;
   for (const ModulePtr& parent : module.modules()) {
     for (const auto& child : parent->named_children()) {
@@ -141,7 +144,8 @@ void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
     for (auto& parameter : fsdp::registered_parameters(registry)) {
       torch::Tensor& tensor = parameter.value();
       if (!tensor.defined() || is_dtensor(tensor)) continue;
-      const std::string name = item.key().empty() ? parameter.key() : item.key() + "." + parameter.key();
+      const std::string name =
+          item.key().empty() ? parameter.key() : item.key() + "." + parameter.key();
       if (fsdp::is_gathered(tensor)) {
         plan.shared.push_back({&tensor, name});
         continue;
@@ -184,15 +188,17 @@ void check_parents(const std::vector<ModulePtr>& modules, const Plan& plan) {
   for (const ModulePtr& module : modules) {
     for (const auto& item : module->named_parameters()) {
       const torch::Tensor& tensor = item.value();
-      TORCH_CHECK(!is_dtensor(tensor) || owned_below.count(tensor.unsafeGetTensorImpl()),
-                  "fully_shard: parameter '", item.key(), "' of this ", module->name(),
-                  " is sharded already, by a call on a module that contains it: wrap children before "
-                  "their parents");
+      TORCH_CHECK(
+          !is_dtensor(tensor) || owned_below.count(tensor.unsafeGetTensorImpl()),
+          "fully_shard: parameter '", item.key(), "' of this ", module->name(),
+          " is sharded already, by a call on a module that contains it: wrap children before "
+          "their parents");
     }
   }
 }
 
-/// A tensor outside that shares a parameter's memory would keep the values of today, and the memory.
+/// A tensor outside that shares a parameter's memory would keep the values of today, and the
+/// memory.
 void check_aliases(const Plan& plan) {
   std::unordered_map<c10::StorageImpl*, size_t> owners;
   std::unordered_set<c10::TensorImpl*> bases;
@@ -200,14 +206,17 @@ void check_aliases(const Plan& plan) {
     size_t& count = owners[parameter.storage().unsafeGetStorageImpl()];
     ++count;
     // Made as a view: autograd keeps what it is a view of.
-    if (parameter.is_view() && bases.insert(parameter._base().unsafeGetTensorImpl()).second) ++count;
+    if (parameter.is_view() && bases.insert(parameter._base().unsafeGetTensorImpl()).second)
+      ++count;
   }
   for (size_t i = 0; i < plan.parameters.size(); ++i) {
     const c10::Storage& storage = plan.parameters[i].storage();
-    TORCH_CHECK(storage.use_count() <= owners[storage.unsafeGetStorageImpl()], "fully_shard: parameter '",
-                plan.names[i], "' shares its memory with a tensor that is not among the parameters being "
-                "sharded (a cached view, a tensor it was set from, a graph that is still alive): that "
-                "tensor would keep the old values. Drop or clone() it before fully_shard.");
+    TORCH_CHECK(
+        storage.use_count() <= owners[storage.unsafeGetStorageImpl()], "fully_shard: parameter '",
+        plan.names[i],
+        "' shares its memory with a tensor that is not among the parameters being "
+        "sharded (a cached view, a tensor it was set from, a graph that is still alive): that "
+        "tensor would keep the old values. Drop or clone() it before fully_shard.");
   }
 }
 
@@ -267,7 +276,8 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
   }
   std::shared_ptr<ParamGroup> group;
   if (!plan.parameters.empty()) {
-    group = std::make_shared<ParamGroup>(plan.names.front() + (plan.names.size() > 1 ? ", ..." : ""), mesh);
+    group = std::make_shared<ParamGroup>(
+        plan.names.front() + (plan.names.size() > 1 ? ", ..." : ""), mesh);
     group->adopt(plan.parameters, plan.names);
     schedule->add(group);
     for (size_t i = 0; i < plan.parameters.size(); ++i) {

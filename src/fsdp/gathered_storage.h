@@ -1,6 +1,7 @@
 #pragma once
 
-// The storage of a parameter that gathers itself: full size, but with bytes only while its group is unsharded.
+// The storage of a parameter that gathers itself: full size, but with bytes only while its group is
+// unsharded.
 
 #include <c10/core/StorageImpl.h>
 #include <torch/types.h>
@@ -15,7 +16,8 @@ class ParamGroup;
 /// The backend bit that tensors on such a storage carry, and that brings every op on them to us.
 constexpr c10::BackendComponent kGatheredBit = c10::BackendComponent::PrivateUse3Bit;
 
-/// Owns its group (so that a graph which outlives the module can still gather); the group knows it weakly.
+/// Owns its group (so that a graph which outlives the module can still gather); the group knows it
+/// weakly.
 class GatheredStorage final : public c10::StorageImpl {
  public:
   GatheredStorage(std::shared_ptr<ParamGroup> group, size_t index, const std::string& name,
@@ -43,7 +45,8 @@ inline bool is_gathered(const torch::Tensor& tensor) {
   return tensor.defined() && tensor.key_set().has_backend(kGatheredBit);
 }
 
-/// The storage behind a tensor with the bit, or null if the tensor has none (its storage was replaced).
+/// The storage behind a tensor with the bit, or null if the tensor has none (its storage was
+/// replaced).
 GatheredStorage* gathered_storage(const torch::Tensor& tensor);
 
 /// The same view of the same bytes with another key set.

@@ -1,12 +1,14 @@
 #pragma once
 
-// How the bytes of one parameter group travel: shards in, whole parameters out; whole gradients in, sharded
-// gradients out. One implementation copies through a process group; the schedule above does not know which.
+// How the bytes of one parameter group travel: shards in, whole parameters out; whole gradients in,
+// sharded gradients out. One implementation copies through a process group; the schedule above does
+// not know which.
 //
-// Both directions carry a few words besides the data, so that ranks which disagree find out from the collective they
-// were doing anyway.
+// Both directions carry a few words besides the data, so that ranks which disagree find out from
+// the collective they were doing anyway.
 
 #include <fsdp2/device_mesh.h>
+
 #include <torch/types.h>
 
 #include <array>
@@ -48,7 +50,8 @@ struct GatherWords {
 class Gather {
  public:
   virtual ~Gather() = default;
-  /// Blocks; the bytes of each parameter, whole, laid out by its strides, 64-byte aligned. Call once.
+  /// Blocks; the bytes of each parameter, whole, laid out by its strides, 64-byte aligned. Call
+  /// once.
   virtual std::vector<c10::DataPtr> finish() = 0;
   /// Of all ranks, in rank order; valid after finish().
   virtual const std::vector<GatherWords>& words() const = 0;
@@ -73,11 +76,12 @@ class Reduce {
 class GroupComm {
  public:
   virtual ~GroupComm() = default;
-  /// `shards`: local parts, one a parameter. Collective; they may be written once finish() has returned.
+  /// `shards`: local parts, one a parameter. Collective; they may be written once finish() has
+  /// returned.
   virtual std::unique_ptr<Gather> start_gather(const std::vector<torch::Tensor>& shards,
                                                const GatherWords& words) = 0;
-  /// `gradients`: whole, one a parameter, undefined where there is none; of one dtype. `fingerprint` (24 bits used) says
-  /// what is being reduced. Collective.
+  /// `gradients`: whole, one a parameter, undefined where there is none; of one dtype.
+  /// `fingerprint` (24 bits used) says what is being reduced. Collective.
   virtual std::unique_ptr<Reduce> start_reduce(const std::vector<size_t>& params,
                                                const std::vector<torch::Tensor>& gradients,
                                                uint32_t fingerprint) = 0;

@@ -12,7 +12,8 @@ enum OpTrait : uint32_t {
   kSizesOnly = 1,
   /// Writes, or lets others write, to tensors that its schema declares unwritten.
   kHiddenWrite = 2,
-  /// Its result keeps the argument's memory inside an object that cannot carry our bit (a sparse tensor): give it a copy.
+  /// Its result keeps the argument's memory inside an object that cannot carry our bit (a sparse
+  /// tensor): give it a copy.
   kOpaqueAlias = 4,
   /// Declared to write, but does not.
   kNoWrite = 8,

@@ -1,13 +1,14 @@
 #include "fsdp/param_group.h"
 
+#include "fsdp/plain_ops.h"
+#include "fsdp/schedule.h"
+
 #include <fsdp2/placement.h>
+
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <map>
-
-#include "fsdp/plain_ops.h"
-#include "fsdp/schedule.h"
 
 namespace fsdp2::fsdp {
 namespace {
@@ -30,7 +31,8 @@ struct StaleGradientStorage final : c10::StorageImpl {
                          c10::GetAllocator(device.type()), /*resizable=*/false) {
     release_data_and_set_meta_custom_data_ptr_error_msg_(
         "this handle of parameter '" + name +
-        "' is the module's own tensor, whose gradient went to the shard. An optimizer (or clipping) "
+        "' is the module's own tensor, whose gradient went to the shard. An optimizer (or "
+        "clipping) "
         "must be given module->parameters() as they are after fully_shard.");
   }
 };
@@ -54,7 +56,8 @@ bool is_stale(const torch::Tensor& gradient) {
 /// Runs before a gradient is accumulated into a member.
 struct ClearStaleGradient final : torch::autograd::FunctionPreHook {
   explicit ClearStaleGradient(WeakTensor member) : member(std::move(member)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+  torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override {
     if (auto impl = member.lock()) {
       const torch::Tensor tensor(std::move(impl));
       if (is_stale(tensor.grad())) tensor.mutable_grad().reset();
@@ -160,8 +163,8 @@ void ParamGroup::start_gather(const GatherWords& words) {
     const torch::Tensor& local = local_part(param.shard);
     TORCH_CHECK(local.scalar_type() == param.layout.dtype && local.device() == mesh_.device(),
                 "parameter '", param.layout.name, "' was sharded as ", param.layout.dtype, " on ",
-                mesh_.device(), ", but its shard is now ", local.scalar_type(), " on ", local.device(),
-                ": convert or move a module before fully_shard, not after");
+                mesh_.device(), ", but its shard is now ", local.scalar_type(), " on ",
+                local.device(), ": convert or move a module before fully_shard, not after");
     if (!local.is_inference()) param.local_version = local._version();
     shards.push_back(local);
   }
@@ -232,8 +235,11 @@ void ParamGroup::finish_reduce() {
   reduces_.clear();
   for (PendingReduce& item : pending) {
     Reduce::Result result = item.reduce->finish();
-    TORCH_CHECK(result.agreed, "ranks reduced gradients of different parameter groups in one step; "
-                "this rank reduced group '", name_, "'. Every rank must run backward through the "
+    TORCH_CHECK(result.agreed,
+                "ranks reduced gradients of different parameter groups in one step; "
+                "this rank reduced group '",
+                name_,
+                "'. Every rank must run backward through the "
                 "same wrapped modules, in the same order.");
     for (size_t i = 0; i < item.params.size(); ++i) {
       if (result.users[i] == 0) continue;  // unused everywhere: stays undefined everywhere
@@ -250,7 +256,8 @@ void ParamGroup::finish_reduce() {
 void ParamGroup::add_gradient(Param& param, torch::Tensor gradient) {
   at::NoGradGuard no_grad;
   torch::Tensor shard = param.shard;
-  torch::Tensor incoming = make_dtensor(gradient, mesh_, placements_of(param.layout), param.layout.sizes);
+  torch::Tensor incoming =
+      make_dtensor(gradient, mesh_, placements_of(param.layout), param.layout.sizes);
   for (const auto& hook : torch::autograd::impl::hooks(shard)) {
     torch::autograd::variable_list passed = (*hook)({incoming});
     if (passed[0].defined()) incoming = passed[0];
@@ -284,11 +291,12 @@ void ParamGroup::poison_gradients() {
 void ParamGroup::check_member(size_t index) const {
   const Param& param = params_[index];
   const torch::Tensor member = param.lock_member();
-  TORCH_CHECK(!member.defined() || member.storage().unsafeGetStorageImpl() ==
-                                       param.storage._unsafe_get_target(),
-              "the data of the gathered parameter '", param.layout.name,
-              "' was replaced after fully_shard (set_data on the module's member): write to the entry "
-              "of parameters() instead, for example shard.copy_(values)");
+  TORCH_CHECK(
+      !member.defined() ||
+          member.storage().unsafeGetStorageImpl() == param.storage._unsafe_get_target(),
+      "the data of the gathered parameter '", param.layout.name,
+      "' was replaced after fully_shard (set_data on the module's member): write to the entry "
+      "of parameters() instead, for example shard.copy_(values)");
 }
 
 void ParamGroup::notice_local_writes() {

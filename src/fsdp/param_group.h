@@ -1,9 +1,14 @@
 #pragma once
 
-// One parameter group: what fully_shard made of one call. Holds the shards, knows the whole parameters weakly, and
-// moves bytes between the two. When it does so is the schedule's business.
+// One parameter group: what fully_shard made of one call. Holds the shards, knows the whole
+// parameters weakly, and moves bytes between the two. When it does so is the schedule's business.
+
+#include "dtensor/dtensor_impl.h"
+#include "fsdp/gathered_storage.h"
+#include "fsdp/group_comm.h"
 
 #include <fsdp2/device_mesh.h>
+
 #include <torch/nn/module.h>
 
 #include <atomic>
@@ -11,10 +16,6 @@
 #include <set>
 #include <string>
 #include <vector>
-
-#include "dtensor/dtensor_impl.h"
-#include "fsdp/gathered_storage.h"
-#include "fsdp/group_comm.h"
 
 namespace fsdp2::fsdp {
 
@@ -31,9 +32,9 @@ struct Param {
   WeakTensor member;
   WeakStorage storage;
   std::shared_ptr<WriteObserver> observer;  // of the shard
-  torch::Tensor stale_gradient;             // what a handle from before wrapping finds as its gradient
-  uint32_t local_version = 0;               // of the shard's local part, when it was last gathered
-  bool member_requires_grad = false;        // as it was seen last
+  torch::Tensor stale_gradient;       // what a handle from before wrapping finds as its gradient
+  uint32_t local_version = 0;         // of the shard's local part, when it was last gathered
+  bool member_requires_grad = false;  // as it was seen last
 
   torch::Tensor lock_member() const;
   /// Brings the flags of member and shard in line: a user may freeze or thaw either.
@@ -49,8 +50,9 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
  public:
   ParamGroup(std::string name, DeviceMesh mesh) : name_(std::move(name)), mesh_(std::move(mesh)) {}
 
-  /// Takes over whole parameters: makes their shards, and turns each into a member that gathers itself. `members` are
-  /// dense leaf tensors on the mesh's device. Collective when the mesh's reduction group has yet to be made.
+  /// Takes over whole parameters: makes their shards, and turns each into a member that gathers
+  /// itself. `members` are dense leaf tensors on the mesh's device. Collective when the mesh's
+  /// reduction group has yet to be made.
   void adopt(const std::vector<torch::Tensor>& members, const std::vector<std::string>& names);
 
   // Bytes.
@@ -59,27 +61,31 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   void start_gather(const GatherWords& words);
   /// Blocks until the whole parameters are there. Returns what all ranks said.
   std::vector<GatherWords> finish_gather();
-  /// Frees the whole parameters, or an unfinished gather; waits for nothing. Nothing happens while pinned.
+  /// Frees the whole parameters, or an unfinished gather; waits for nothing. Nothing happens while
+  /// pinned.
   void reshard();
 
   // Gradients.
   bool trainable() const;
   /// Whether some parameter's whole gradient is there.
   bool has_gradients() const;
-  /// Starts the reduction of whatever gradients the members have (absent ones count as zero) and takes them away.
+  /// Starts the reduction of whatever gradients the members have (absent ones count as zero) and
+  /// takes them away.
   void start_reduce(uint32_t fingerprint);
   bool reducing() const { return !reduces_.empty(); }
-  /// Blocks; adds the mean over ranks to the shards' gradients and runs the hooks that users put on the shards.
+  /// Blocks; adds the mean over ranks to the shards' gradients and runs the hooks that users put on
+  /// the shards.
   void finish_reduce();
   void discard_gradients();
-  /// Whoever still holds the members as if they were the parameters (an optimizer made before wrapping) would find no
-  /// gradient and silently do nothing. From here on it finds one whose use is an error, until the next accumulation.
+  /// Whoever still holds the members as if they were the parameters (an optimizer made before
+  /// wrapping) would find no gradient and silently do nothing. From here on it finds one whose use
+  /// is an error, until the next accumulation.
   void poison_gradients();
   /// Error if a member's storage was replaced since wrapping.
   void check_member(size_t index) const;
 
-  /// A shard is about to be written: gathered bytes are stale from here on, and a graph that saved the member must
-  /// fail in backward as it does in plain torch.
+  /// A shard is about to be written: gathered bytes are stale from here on, and a graph that saved
+  /// the member must fail in backward as it does in plain torch.
   void before_write(size_t index);
   /// The same, found out late: writes that went around the DTensor, through to_local().
   void notice_local_writes();
@@ -92,13 +98,15 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
 
   // What the schedule keeps with each group.
   std::shared_ptr<Schedule> schedule;
-  int64_t id = 0;                    // the same on all ranks
-  std::set<const ParamGroup*> ancestors;  // groups of modules that contain one of this group's modules
+  int64_t id = 0;  // the same on all ranks
+  std::set<const ParamGroup*>
+      ancestors;  // groups of modules that contain one of this group's modules
   bool reshard_after_forward = true;
-  bool kept_by_user = false;         // by unshard(), until reshard() or the end of backward
-  std::atomic<int> pins{0};          // ops running on the bytes right now
-  std::set<size_t> touched;          // trainable parameters used with grad mode on since the last forward began
-  std::set<size_t> arrived;          // of these, whose gradient is there in this backward
+  bool kept_by_user = false;  // by unshard(), until reshard() or the end of backward
+  std::atomic<int> pins{0};   // ops running on the bytes right now
+  std::set<size_t>
+      touched;  // trainable parameters used with grad mode on since the last forward began
+  std::set<size_t> arrived;  // of these, whose gradient is there in this backward
 
  private:
   struct PendingReduce {

@@ -6,8 +6,9 @@
 
 namespace fsdp2::fsdp {
 
-/// Scope for the library's own arithmetic, which may run in the middle of a user's op: whatever modes the user is in
-/// (inference, autograd, autocast), tensors made here are ordinary and nothing is recorded.
+/// Scope for the library's own arithmetic, which may run in the middle of a user's op: whatever
+/// modes the user is in (inference, autograd, autocast), tensors made here are ordinary and nothing
+/// is recorded.
 class PlainOps {
   c10::InferenceMode inference_{false};
   at::NoGradGuard no_grad_;

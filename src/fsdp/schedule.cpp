@@ -1,13 +1,13 @@
 #include "fsdp/schedule.h"
 
+#include "fsdp/plain_ops.h"
+
 #include <c10/util/hash.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
 #include <sstream>
-
-#include "fsdp/plain_ops.h"
 
 namespace fsdp2::fsdp {
 namespace {
@@ -38,7 +38,8 @@ void check_agreement(const ParamGroup& group, const std::vector<GatherWords>& wo
     std::ostringstream message;
     message << "ranks disagree about the all-gather of parameter group '" << group.name()
             << "' (group " << group.id << "):";
-    for (size_t r = 0; r < words.size(); ++r) message << "\n  rank " << r << ": " << describe(words[r]);
+    for (size_t r = 0; r < words.size(); ++r)
+      message << "\n  rank " << r << ": " << describe(words[r]);
     message << "\nEvery rank must use the wrapped modules in the same order and write to their "
                "parameters alike; a weight that one rank alone logs must be gathered by all.";
     TORCH_CHECK(false, message.str());
@@ -47,8 +48,8 @@ void check_agreement(const ParamGroup& group, const std::vector<GatherWords>& wo
 
 }  // namespace
 
-/// Owned by the engine's callback alone. If the graph task dies by an exception the callback is destroyed unrun, and
-/// this with it: that is how a failed backward is noticed.
+/// Owned by the engine's callback alone. If the graph task dies by an exception the callback is
+/// destroyed unrun, and this with it: that is how a failed backward is noticed.
 struct Schedule::Backward {
   explicit Backward(std::weak_ptr<Schedule> schedule) : schedule(std::move(schedule)) {}
   ~Backward() {
@@ -66,7 +67,8 @@ void Schedule::add(const std::shared_ptr<ParamGroup>& group) {
   std::lock_guard lock(mutex_);
   // The same on all ranks, also if some of them have wrapped other modules besides.
   size_t hash = groups_.size();
-  for (const Param& param : group->params()) hash = c10::hash_combine(hash, std::hash<std::string>()(param.layout.name));
+  for (const Param& param : group->params())
+    hash = c10::hash_combine(hash, std::hash<std::string>()(param.layout.name));
   group->id = static_cast<int64_t>(hash >> 16);
   group->schedule = shared_from_this();
   groups_.push_back(group);
@@ -143,8 +145,8 @@ void Schedule::ensure_unsharded(ParamGroup& group) {
 
 void Schedule::prefetch() {
   const size_t n = pass_.size();
-  const auto found = successors_.find(
-      {mode(), n > 1 ? pass_[n - 2] : nullptr, n > 0 ? pass_[n - 1] : nullptr});
+  const auto found =
+      successors_.find({mode(), n > 1 ? pass_[n - 2] : nullptr, n > 0 ? pass_[n - 1] : nullptr});
   if (found == successors_.end()) return;
   const auto next = found->second.lock();
   if (next && !next->unsharded() && !next->gathering()) start_gather(*next);
@@ -186,9 +188,10 @@ void Schedule::free_unrelated(const ParamGroup& group) {
 
 void Schedule::begin_backward() {
   if (backward_) {
-    TORCH_CHECK(backward_thread_ == std::this_thread::get_id(),
-                "two threads run backward through one wrapped module at once: run them one after the "
-                "other.");
+    TORCH_CHECK(
+        backward_thread_ == std::this_thread::get_id(),
+        "two threads run backward through one wrapped module at once: run them one after the "
+        "other.");
     return;
   }
   backward_thread_ = std::this_thread::get_id();
@@ -236,9 +239,8 @@ void Schedule::gradient_ready(ParamGroup& group, size_t param) {
 }
 
 bool Schedule::ready(const ParamGroup& group) const {
-  return !group.arrived.empty() &&
-         std::includes(group.arrived.begin(), group.arrived.end(), group.touched.begin(),
-                       group.touched.end());
+  return !group.arrived.empty() && std::includes(group.arrived.begin(), group.arrived.end(),
+                                                 group.touched.begin(), group.touched.end());
 }
 
 void Schedule::issue_ready(bool flush) {

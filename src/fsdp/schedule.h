@@ -2,14 +2,18 @@
 
 // When groups gather, free and reduce. One schedule serves all groups below one root.
 //
-// Every decision that ranks must share is taken at *gather events*: the first touch of a group that is not unsharded.
-// They happen in program order, the same on all ranks, and each carries words that prove it. At an event the groups of
-// modules that do not contain the one being gathered are freed (FSDP2's rule, without its hooks), and the group that
-// followed last time is prefetched. Touches of unsharded groups decide nothing, so a branch that only some ranks
-// take does no harm inside a group.
+// Every decision that ranks must share is taken at *gather events*: the first touch of a group that
+// is not unsharded. They happen in program order, the same on all ranks, and each carries words
+// that prove it. At an event the groups of modules that do not contain the one being gathered are
+// freed (FSDP2's rule, without its hooks), and the group that followed last time is prefetched.
+// Touches of unsharded groups decide nothing, so a branch that only some ranks take does no harm
+// inside a group.
 //
-// Reductions leave in one order: the reverse of the order of first gathers. A group that is done waits for its
-// predecessors; what is left at the end of backward is flushed in that order, absent gradients as zeros.
+// Reductions leave in one order: the reverse of the order of first gathers. A group that is done
+// waits for its predecessors; what is left at the end of backward is flushed in that order, absent
+// gradients as zeros.
+
+#include "fsdp/param_group.h"
 
 #include <functional>
 #include <memory>
@@ -19,19 +23,19 @@
 #include <unordered_map>
 #include <vector>
 
-#include "fsdp/param_group.h"
-
 namespace fsdp2::fsdp {
 
 class Schedule : public std::enable_shared_from_this<Schedule> {
  public:
-  /// Adds a group; wraps done later may merge two schedules into one. Both must be outside of backward.
+  /// Adds a group; wraps done later may merge two schedules into one. Both must be outside of
+  /// backward.
   void add(const std::shared_ptr<ParamGroup>& group);
   void absorb(Schedule& other);
   /// Runs at the end of every backward, until another schedule absorbs this one.
   void check_after_backward(std::function<void()> check);
 
-  /// An op is about to read the data of a parameter: gathers its group if need be, pins it. Unpin after the op.
+  /// An op is about to read the data of a parameter: gathers its group if need be, pins it. Unpin
+  /// after the op.
   void touch(ParamGroup& group, size_t param);
   void unpin(ParamGroup& group);
   void gradient_ready(ParamGroup& group, size_t param);
@@ -66,8 +70,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   std::recursive_mutex mutex_;
   std::vector<std::weak_ptr<ParamGroup>> groups_;
   std::vector<std::function<void()>> checks_;
-  int64_t gathers_ = 0;     // started so far; the same on all ranks
-  int64_t backwards_ = 0;   // begun so far
+  int64_t gathers_ = 0;    // started so far; the same on all ranks
+  int64_t backwards_ = 0;  // begun so far
 
   /// (mode, group before, group) -> the group that came next. 0 stands for "the pass began".
   using Step = std::tuple<Mode, const ParamGroup*, const ParamGroup*>;

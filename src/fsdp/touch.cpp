@@ -2,15 +2,15 @@
 
 #include "fsdp/touch.h"
 
-#include <c10/util/SmallVector.h>
-
-#include <algorithm>
-
 #include "dispatch/intercept.h"
 #include "fsdp/gathered_storage.h"
 #include "fsdp/op_traits.h"
 #include "fsdp/param_group.h"
 #include "fsdp/schedule.h"
+
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
 
 namespace fsdp2::fsdp {
 namespace {
@@ -40,7 +40,8 @@ const std::string& name_of(const GatheredStorage& storage) {
 
 GatheredStorage& storage_of(const c10::OperatorHandle& op, const torch::Tensor& tensor) {
   GatheredStorage* storage = gathered_storage(tensor);
-  TORCH_CHECK(storage, op.schema().name(), ": a sharded parameter's storage was replaced. Write to the "
+  TORCH_CHECK(storage, op.schema().name(),
+              ": a sharded parameter's storage was replaced. Write to the "
               "entries of parameters() instead.");
   return *storage;
 }
@@ -54,11 +55,13 @@ bool writes(const c10::OperatorHandle& op, const dispatch::OpInfo& info, size_t 
 }
 
 void refuse_write(const c10::OperatorHandle& op, const GatheredStorage& storage) {
-  TORCH_CHECK(false, op.schema().name(), " writes to (or keeps the memory of) the gathered parameter '",
-              name_of(storage), "', whose value would be lost when it is resharded. Write to the entry of "
-              "parameters() or named_parameters() instead: it is a DTensor that holds this rank's "
-              "shard; an optimizer must be made from it, after fully_shard. To pass values on, clone() "
-              "the parameter.");
+  TORCH_CHECK(
+      false, op.schema().name(), " writes to (or keeps the memory of) the gathered parameter '",
+      name_of(storage),
+      "', whose value would be lost when it is resharded. Write to the entry of "
+      "parameters() or named_parameters() instead: it is a DTensor that holds this rank's "
+      "shard; an optimizer must be made from it, after fully_shard. To pass values on, clone() "
+      "the parameter.");
 }
 
 void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
@@ -88,17 +91,18 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
 
 /// Before autograd looks at a member.
 void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
-                    c10::DispatchKeySet keys, torch::jit::Stack* stack, const dispatch::Next& next) {
+                    c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                    const dispatch::Next& next) {
   Pins pins;
-  dispatch::map_arguments(
-      info, *stack, [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
-        const GatheredStorage* storage = gathered_storage(tensor);
-        if (!storage) return std::nullopt;
-        if (info.flags & kReadsEarly) pins.touch(*storage);
-        Param& param = storage->group()->params()[storage->index()];
-        if (param.is_member(tensor)) param.align_requires_grad(tensor);
-        return std::nullopt;
-      });
+  dispatch::map_arguments(info, *stack,
+                          [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
+                            const GatheredStorage* storage = gathered_storage(tensor);
+                            if (!storage) return std::nullopt;
+                            if (info.flags & kReadsEarly) pins.touch(*storage);
+                            Param& param = storage->group()->params()[storage->index()];
+                            if (param.is_member(tensor)) param.align_requires_grad(tensor);
+                            return std::nullopt;
+                          });
   next.callBoxed(op, keys, stack);
 }
 

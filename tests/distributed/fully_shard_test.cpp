@@ -44,14 +44,16 @@ TEST_P(FullyShard, TwentyStepsEqualThePlainModule) {
       const int world = GetParam();
       Pair nets;
       shard(nets.sharded, reshard);
-      torch::optim::AdamW plain_optimizer(nets.plain->parameters(), torch::optim::AdamWOptions(1e-2));
+      torch::optim::AdamW plain_optimizer(nets.plain->parameters(),
+                                          torch::optim::AdamWOptions(1e-2));
       torch::optim::AdamW optimizer(nets.sharded->parameters(), torch::optim::AdamWOptions(1e-2));
       for (int step = 0; step < 20; ++step) {
         Batch batch(step, world);
         Tensor expected = nets.plain->loss(batch.ids.view({-1, 5}), batch.targets);
         Tensor loss = nets.sharded->loss(batch.ids[rank], batch.targets[rank]);
         const double mean = mean_over_ranks(loss);
-        EXPECT_NEAR(mean, expected.item<double>(), 1e-6 * expected.item<double>()) << "step " << step;
+        EXPECT_NEAR(mean, expected.item<double>(), 1e-6 * expected.item<double>())
+            << "step " << step;
         plain_optimizer.zero_grad();
         optimizer.zero_grad();
         expected.backward();
@@ -122,7 +124,8 @@ TEST_P(FullyShard, SeveralForwardsBeforeBackwards) {
                    nets.sharded->loss(b.ids[rank], b.targets[rank]);
       sum.backward();
       (nets.plain->loss(a.ids.view({-1, 5}), a.targets) +
-       nets.plain->loss(b.ids.view({-1, 5}), b.targets)).backward();
+       nets.plain->loss(b.ids.view({-1, 5}), b.targets))
+          .backward();
       expect_same_module(*nets.sharded, *nets.plain, 1e-5);
     }
   });
@@ -210,7 +213,8 @@ TEST_P(FullyShard, UnusedParametersKeepAnUndefinedGradient) {
       EXPECT_FALSE(module->named_parameters()["unused.bias"].grad().defined());
       const double mean = (GetParam() + 1) / 2.0;
       EXPECT_LE(difference(full(module->named_parameters()["used.weight"].grad()),
-                           torch::full({5, 3}, 2 * mean)), 1e-6);
+                           torch::full({5, 3}, 2 * mean)),
+                1e-6);
     }
   });
 }
@@ -248,7 +252,8 @@ TEST_P(FullyShard, ControlsOutliveTheHandleAndFollowTheModule) {
       UnshardHandle handle = controls.unshard(/*async_op=*/true);
       handle.wait();
       ASSERT_TRUE(controls.is_unsharded());
-      EXPECT_EQ(std::memcmp(net->head->weight.data_ptr(), expected.data_ptr(), expected.nbytes()), 0);
+      EXPECT_EQ(std::memcmp(net->head->weight.data_ptr(), expected.data_ptr(), expected.nbytes()),
+                0);
     }
     controls.reshard();
     EXPECT_FALSE(controls.is_unsharded());

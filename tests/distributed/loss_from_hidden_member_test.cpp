@@ -1,4 +1,5 @@
-// pytorch#174829: the loss depends on a tensor that forward kept in a member, not on what it returned.
+// pytorch#174829: the loss depends on a tensor that forward kept in a member, not on what it
+// returned.
 
 #include "support/ranks.h"
 #include "support/training.h"
@@ -47,7 +48,9 @@ TEST(LossFromHiddenMember, ReducesWhatWasUsedAndLeavesNothingBehind) {
 
       module->zero_grad();
       module->forward(torch::full({2, 4}, rank + 1.0)).sum().backward();
-      ((plain->forward(torch::full({2, 4}, 1.0)).sum() + plain->forward(torch::full({2, 4}, 2.0)).sum()) / 2)
+      ((plain->forward(torch::full({2, 4}, 1.0)).sum() +
+        plain->forward(torch::full({2, 4}, 2.0)).sum()) /
+       2)
           .backward();
       expect_same_module(*module, *plain, 1e-6);
     });

@@ -1,12 +1,12 @@
-// With reshard_after_forward no more than the root's and two groups' whole parameters are alive at any time, the first
-// iteration included, and after a step only shards are.
-
-#include <thread>
+// With reshard_after_forward no more than the root's and two groups' whole parameters are alive at
+// any time, the first iteration included, and after a step only shards are.
 
 #include "support/counting_allocator.h"
 #include "support/models.h"
 #include "support/ranks.h"
 #include "support/training.h"
+
+#include <thread>
 
 namespace fsdp2::testing {
 namespace {
@@ -16,7 +16,8 @@ using torch::Tensor;
 class Memory : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, Memory, ::testing::Values(1, 2, 3));
 
-// Nothing else in this model has the size of a block's weight [103, 51], so its blocks can be counted.
+// Nothing else in this model has the size of a block's weight [103, 51], so its blocks can be
+// counted.
 constexpr int64_t kDim = 51;
 constexpr size_t kWeightBytes = (2 * kDim + 1) * kDim * sizeof(float);
 constexpr int kDepth = 6;
@@ -98,7 +99,9 @@ TEST_P(Memory, BackwardHoldsTwoBlocksAtMostAndAStepLeavesShardsOnly) {
 TEST_P(Memory, NothingIsLeftWhenTheModuleIsGone) {
   on_ranks(GetParam(), [&](int) {
     CountingAllocator& allocator = CountingAllocator::install();
-    { Net warm_up = sharded_net(); }
+    {
+      Net warm_up = sharded_net();
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
     const size_t before = allocator.live_bytes();
     {

@@ -1,10 +1,10 @@
-// Unmodified torch::nn modules of many kinds, trained sharded and plain. On one rank every loss, gradient and parameter
-// must have the same bits.
-
-#include <ATen/autocast_mode.h>
+// Unmodified torch::nn modules of many kinds, trained sharded and plain. On one rank every loss,
+// gradient and parameter must have the same bits.
 
 #include "support/ranks.h"
 #include "support/training.h"
+
+#include <ATen/autocast_mode.h>
 
 namespace fsdp2::testing {
 namespace {
@@ -90,9 +90,9 @@ TEST(ModuleZoo, Lstm) {
 }
 
 TEST(ModuleZoo, Gru) {
-  expect_same_bits<GRU>([] { return GRU(GRUOptions(5, 7)); }, [](GRU& m) {
-    return std::get<0>(m->forward(torch::randn({4, 3, 5}))).pow(2).mean();
-  });
+  expect_same_bits<GRU>(
+      [] { return GRU(GRUOptions(5, 7)); },
+      [](GRU& m) { return std::get<0>(m->forward(torch::randn({4, 3, 5}))).pow(2).mean(); });
 }
 
 TEST(ModuleZoo, LstmCell) {
@@ -139,12 +139,11 @@ TEST(ModuleZoo, EmbeddingBag) {
 }
 
 TEST(ModuleZoo, Bilinear) {
-  expect_same_bits<Bilinear>([] { return Bilinear(3, 4, 5); },
-                             [](Bilinear& m) {
-                               return m->forward(torch::randn({2, 3}), torch::randn({2, 4}))
-                                   .pow(2)
-                                   .mean();
-                             });
+  expect_same_bits<Bilinear>(
+      [] { return Bilinear(3, 4, 5); },
+      [](Bilinear& m) {
+        return m->forward(torch::randn({2, 3}), torch::randn({2, 4})).pow(2).mean();
+      });
 }
 
 TEST(ModuleZoo, TransposedConvolution) {
@@ -238,8 +237,8 @@ TEST(ModuleZoo, TransposedAndChannelsLastParameters) {
     Tensor w, conv;
     OddImpl() {
       w = register_parameter("w", torch::randn({6, 4}).t());
-      conv = register_parameter("conv",
-                                torch::randn({4, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast));
+      conv = register_parameter(
+          "conv", torch::randn({4, 3, 2, 2}).contiguous(at::MemoryFormat::ChannelsLast));
     }
   };
   struct Odd : ModuleHolder<OddImpl> {

@@ -1,5 +1,5 @@
-// pytorch#176076: embedding and head share a weight whose rows do not divide by the ranks, and the last rank's rows
-// never change.
+// pytorch#176076: embedding and head share a weight whose rows do not divide by the ranks, and the
+// last rank's rows never change.
 
 #include "support/ranks.h"
 #include "support/training.h"
@@ -82,7 +82,8 @@ TEST_P(TiedUnevenWeight, DifferentIdsOnEachRank) {
       (expected / GetParam()).backward();
       module->loss(torch::tensor({rank % 5, (2 * rank + 1) % 5})).backward();
       EXPECT_LE(difference(full(module->embed->named_parameters()["weight"].grad()),
-                           plain->embed->weight.grad()), 1e-6);
+                           plain->embed->weight.grad()),
+                1e-6);
     });
   }
 }

@@ -1,18 +1,19 @@
 #include "support/ranks.h"
 
-#include <gtest/gtest.h>
-#include <signal.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <filesystem>
 #include <fsdp2/process_group.h>
-#include <iostream>
-#include <string>
-#include <thread>
+
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/torch.h>
+
+#include <filesystem>
+#include <gtest/gtest.h>
+#include <iostream>
+#include <signal.h>
+#include <string>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <thread>
+#include <unistd.h>
 
 namespace fsdp2::testing {
 namespace {
@@ -64,7 +65,8 @@ void on_processes(int count, const std::function<void(int)>& body, std::chrono::
         ADD_FAILURE() << "rank " << i << " died of signal " << WTERMSIG(status) << " ("
                       << strsignal(WTERMSIG(status)) << ")";
       } else {
-        EXPECT_EQ(WEXITSTATUS(status), 0) << "rank " << i << " of " << count << " failed (its output is above)";
+        EXPECT_EQ(WEXITSTATUS(status), 0)
+            << "rank " << i << " of " << count << " failed (its output is above)";
       }
     }
     if (ended) continue;

@@ -3,9 +3,10 @@
 // Training a sharded module next to the plain one.
 
 #include <fsdp2/fsdp2.h>
-#include <gtest/gtest.h>
+
 #include <torch/torch.h>
 
+#include <gtest/gtest.h>
 #include <string>
 
 namespace fsdp2::testing {
@@ -33,7 +34,8 @@ inline double difference(const torch::Tensor& a, const torch::Tensor& b) {
   return (a.detach().to(wide) - b.detach().to(wide)).abs().max().item<double>();
 }
 
-/// Parameters and gradients of a sharded module, gathered, against the plain one. `bound` 0 asks for the same bits.
+/// Parameters and gradients of a sharded module, gathered, against the plain one. `bound` 0 asks
+/// for the same bits.
 inline void expect_same_module(const torch::nn::Module& sharded, const torch::nn::Module& plain,
                                double bound, bool gradients = true) {
   const auto ours = sharded.named_parameters();

@@ -1,4 +1,5 @@
-// The decoder, sharded block by block, against the plain one: the same bits at one rank, the same losses at any number.
+// The decoder, sharded block by block, against the plain one: the same bits at one rank, the same
+// losses at any number.
 
 #include "support/ranks.h"
 #include "support/training.h"
@@ -7,8 +8,9 @@
 
 #include <fsdp2/fsdp2.h>
 
-#include <gtest/gtest.h>
 #include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 namespace fsdp2::train {
 namespace {
@@ -54,8 +56,7 @@ void expect_same_training(int world, bool tied, torch::ScalarType dtype, double 
       torch::manual_seed(step);
       const Tensor x = torch::randint(0, 61, {world, 2, 8});
       const Tensor y = torch::randint(0, 61, {world, 2, 8});
-      const Tensor expected =
-          next_token_loss(models.plain, x.view({-1, 8}), y.view({-1, 8}));
+      const Tensor expected = next_token_loss(models.plain, x.view({-1, 8}), y.view({-1, 8}));
       const Tensor loss = next_token_loss(models.sharded, x[rank], y[rank]);
       const double value = expected.item<double>();
       ASSERT_NEAR(mean_over_ranks(loss), value, bound * value) << "step " << step;
