@@ -117,7 +117,7 @@ void Schedule::unpin(ParamGroup& group) { --group.pins; }
 
 void Schedule::begin_forward() {
   if (backward_) {
-    TORCH_CHECK(backward_thread_ == std::this_thread::get_id(),
+    TORCH_CHECK(backward_threads_.count(std::this_thread::get_id()),
                 "a wrapped module runs forward in one thread while another runs its backward: run "
                 "them one after the other.");
     abandon_backward();
@@ -187,14 +187,19 @@ void Schedule::free_unrelated(const ParamGroup& group) {
 }
 
 void Schedule::begin_backward() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  const auto thread = std::this_thread::get_id();
   if (backward_) {
-    TORCH_CHECK(
-        backward_thread_ == std::this_thread::get_id(),
-        "two threads run backward through one wrapped module at once: run them one after the "
-        "other.");
+    // A task of its own is a backward inside this one if a thread that runs this one started it.
+    TORCH_CHECK(backward_tasks_.count(task) || backward_threads_.count(thread),
+                "two threads run backward through one wrapped module at once: run them one after "
+                "the other.");
+    backward_tasks_.insert(task);
+    backward_threads_.insert(thread);
     return;
   }
-  backward_thread_ = std::this_thread::get_id();
+  backward_tasks_ = {task};
+  backward_threads_ = {thread};
   ++backwards_;
   pass_.clear();
   reduce_order_.clear();

@@ -18,6 +18,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <tuple>
 #include <unordered_map>
@@ -84,7 +85,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   std::vector<std::weak_ptr<ParamGroup>> order_;  // by first gather since the last forward began
   bool backward_done_ = false;                    // since then
   const Backward* backward_ = nullptr;            // the open one
-  std::thread::id backward_thread_;
+  std::set<int> backward_tasks_;                  // its graph tasks, nested ones included
+  std::set<std::thread::id> backward_threads_;    // and the threads that run them
   std::vector<std::shared_ptr<ParamGroup>> reduce_order_;
   size_t reduce_cursor_ = 0;
   std::vector<std::shared_ptr<ParamGroup>> reducing_;
