@@ -27,7 +27,13 @@ function(fsdp2_target_defaults target)
   endif()
   # -fpch-preprocess lets ccache cache files that use the precompiled header.
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wpedantic
-    $<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess> $<$<BOOL:${FSDP2_WERROR}>:-Werror>)
+    $<$<CXX_COMPILER_ID:GNU>:-fpch-preprocess>)
+  if(FSDP2_WERROR)
+    # GCC's flow-based warnings see overflows in std::string and in libtorch's containers that are not there, and
+    # a libtorch newer than the oldest one supported deprecates names that the oldest needs: these stay warnings.
+    target_compile_options(${target} PRIVATE -Werror -Wno-error=deprecated-declarations
+      $<$<CXX_COMPILER_ID:GNU>:-Wno-error=stringop-overflow;-Wno-error=stringop-overread;-Wno-error=restrict;-Wno-error=maybe-uninitialized;-Wno-error=array-bounds>)
+  endif()
   if(FSDP2_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${FSDP2_SANITIZE} -fno-omit-frame-pointer -g1)
     target_link_options(${target} PUBLIC -fsanitize=${FSDP2_SANITIZE})
