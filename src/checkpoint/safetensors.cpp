@@ -61,7 +61,7 @@ uint64_t byte_count(const Entry& entry, const std::string& file) {
   uint64_t bytes = c10::elementSize(entry.dtype);
   for (const int64_t size : entry.sizes) {
     TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes),
-                file, ": ", entry.name, " has an impossible size ", entry.sizes);
+                file, ": ", entry.name, " has an impossible size ", c10::IntArrayRef(entry.sizes));
   }
   return bytes;
 }
@@ -236,7 +236,8 @@ void Writer::write(const torch::Tensor& tensor) {
   const Entry& entry = impl_->entries[impl_->next];
   TORCH_CHECK_VALUE(tensor.sizes() == entry.sizes && tensor.scalar_type() == entry.dtype,
                     impl_->path, ": ", entry.name, " was announced as ", entry.dtype, " ",
-                    entry.sizes, ", got ", tensor.scalar_type(), " ", tensor.sizes());
+                    c10::IntArrayRef(entry.sizes), ", got ", tensor.scalar_type(), " ",
+                    tensor.sizes());
   const auto bytes = tensor.detach().cpu().contiguous();
   impl_->put(bytes.const_data_ptr(), bytes.nbytes());
   ++impl_->next;

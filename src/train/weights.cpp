@@ -19,7 +19,7 @@ void load_weights(torch::nn::Module& module, const std::string& path) {
     TORCH_CHECK_VALUE(parameter != nullptr, path, ": the model has no parameter called ",
                       entry.name);
     TORCH_CHECK_VALUE(parameter->sizes() == entry.sizes, path, ": ", entry.name, " has size ",
-                      entry.sizes, ", the model's has ", parameter->sizes());
+                      c10::IntArrayRef(entry.sizes), ", the model's has ", parameter->sizes());
     TORCH_CHECK_VALUE(parameter->scalar_type() == entry.dtype, path, ": ", entry.name, " is ",
                       entry.dtype, ", the model's is ", parameter->scalar_type());
   }

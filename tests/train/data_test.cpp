@@ -162,7 +162,9 @@ TEST(Permute, IsAShuffleOfItsRange) {
       fixed += place == i;
     }
     EXPECT_EQ(seen.size(), size);
-    if (size == 1000) EXPECT_LT(fixed, 10);
+    if (size == 1000) {
+      EXPECT_LT(fixed, 10);
+    }
   }
   EXPECT_THROW(permute(3, 3, 0), c10::IndexError);
 }
