@@ -259,7 +259,9 @@ TEST_F(Torchrun, SetsNoVariableThatWeDoNot) {
   for (const auto& [name, value] : variables_of_rank(theirs.out, "")) {
     if (getenv(name.c_str()) != nullptr || of_the_agent.count(name) > 0) continue;
     ASSERT_EQ(our_variables.count(name), 1) << name;
-    if (of_the_run.count(name) == 0) EXPECT_EQ(our_variables.at(name), value) << name;
+    if (of_the_run.count(name) == 0) {
+      EXPECT_EQ(our_variables.at(name), value) << name;
+    }
   }
 }
 
