@@ -1,4 +1,5 @@
 #include "cli/commands.h"
+#include "cli/options.h"
 #include "train/step_bench.h"
 
 #include <CLI/CLI.hpp>
@@ -118,6 +119,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   step->add_option("--start-step", o.start_step, "First step number of the token stream")
       ->capture_default_str();
   step->add_option("--json", arguments->json, "Write the report");
+  last_wins(*step);
   step->callback([arguments, step, &exit_code] {
     run(*arguments, *step);
     exit_code = 0;

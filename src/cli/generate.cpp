@@ -1,6 +1,7 @@
 #include "train/generate.h"
 
 #include "cli/commands.h"
+#include "cli/options.h"
 #include "train/model_dir.h"
 #include "train/world.h"
 
@@ -35,6 +36,7 @@ void add_generate(CLI::App& app, int& exit_code) {
   generate->add_option("--seed", a.sample.seed, "Of the choices")->capture_default_str();
   generate->add_option("--threads", a.threads, "Compute threads; 0: OMP_NUM_THREADS, or all cores")
       ->capture_default_str();
+  last_wins(*generate);
   generate->callback([arguments, &exit_code] {
     train::set_threads(arguments->threads);
     auto model = train::load_model(arguments->from);

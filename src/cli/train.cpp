@@ -1,4 +1,5 @@
 #include "cli/commands.h"
+#include "cli/options.h"
 #include "train/generate.h"
 #include "train/model_dir.h"
 #include "train/trainer.h"
@@ -21,12 +22,15 @@ const std::map<std::string, Preset> kPresets = {{"tiny", {128, 4, 4, 128, 8, 600
 struct TrainArguments {
   train::TrainOptions options;
   std::string preset = "tiny";
+  std::string config;
   int threads = 0;
   int64_t sample = 200;
 };
 
-int run(TrainArguments& arguments, const CLI::App& command) {
+int run(TrainArguments& arguments, CLI::App& command) {
   auto& options = arguments.options;
+  if (!arguments.config.empty()) read_config(command, arguments.config);
+  if (options.data.paths.empty()) throw CLI::RequiredError("--data");
   const auto& preset = kPresets.at(arguments.preset);
   const auto take = [&](const char* name, auto& value, auto default_value) {
     if (command.count(name) == 0) value = default_value;
@@ -68,8 +72,11 @@ void add_train(CLI::App& app, int& exit_code) {
   std::vector<std::string> presets;
   for (const auto& [name, preset] : kPresets) presets.push_back(name);
 
-  train->set_config("--config", "", "Read options from a TOML file; the command line wins");
-  train->add_option("--data", o.data.paths, "Files and folders of text")->required();
+  train
+      ->add_option("--config", arguments->config,
+                   "TOML file of options, e.g. steps = 100; the command line wins")
+      ->configurable(false);
+  train->add_option("--data", o.data.paths, "Files and folders of text (required)");
   train
       ->add_option("--extensions", o.data.extensions,
                    "Of the files to take from folders, e.g. h,cpp; default: all")
@@ -119,6 +126,7 @@ void add_train(CLI::App& app, int& exit_code) {
                    "Compute threads a rank; 0: OMP_NUM_THREADS, or the cores shared among the "
                    "ranks of this host")
       ->capture_default_str();
+  last_wins(*train);
   train->callback([arguments, train, &exit_code] { exit_code = run(*arguments, *train); });
 }
 

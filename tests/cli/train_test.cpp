@@ -140,7 +140,7 @@ TEST_F(TrainCommand, BenchStepWritesAReport) {
   const auto report = Json::parse(std::ifstream(folder_.path("report")));
   EXPECT_EQ(report["losses"].size(), 3);
   EXPECT_EQ(report["per_rank"].size(), 2);
-  EXPECT_GE(report["all_gathers"].get<int>(), 3);
+  EXPECT_GE(report["all_gathers"].get<int>(), 2);
   EXPECT_EQ(report["reduce_scatters"], 2);
   arguments = sizes;
   arguments.insert(arguments.end(), {"--param-dtype", "bf16"});
