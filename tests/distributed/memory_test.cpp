@@ -24,7 +24,7 @@ constexpr int kDepth = 6;
 
 /// The backend's threads drop their buffers a little after the wait for them has returned.
 size_t settled_bytes(const CountingAllocator& allocator, size_t expected) {
-  for (int i = 0; i < 200 && allocator.live_bytes() != expected; ++i) {
+  for (int i = 0; i < 200 && allocator.live_bytes() > expected; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
   return allocator.live_bytes();
@@ -91,7 +91,7 @@ TEST_P(Memory, BackwardHoldsTwoBlocksAtMostAndAStepLeavesShardsOnly) {
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         after_first = allocator.live_bytes();
       }
-      EXPECT_EQ(settled_bytes(allocator, after_first), after_first) << "iteration " << iteration;
+      EXPECT_LE(settled_bytes(allocator, after_first), after_first) << "iteration " << iteration;
     }
   });
 }
@@ -108,7 +108,7 @@ TEST_P(Memory, NothingIsLeftWhenTheModuleIsGone) {
       Net net = sharded_net();
       net->loss(torch::randint(0, 11, {2, 3}), torch::randint(0, 11, {2, 3})).backward();
     }
-    EXPECT_EQ(settled_bytes(allocator, before), before);
+    EXPECT_LE(settled_bytes(allocator, before), before);
   });
 }
 

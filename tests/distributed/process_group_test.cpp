@@ -1,6 +1,7 @@
 // Joining and leaving a world, between real processes.
 
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 
 #include <fsdp2/collectives.h>
 #include <fsdp2/process_group.h>
@@ -242,19 +243,25 @@ TEST(JoinWorldErrors, TwoNodesOnOneHostMayRepeatLocalRanksWithoutCuda) {
 
 TEST(JoinWorldErrors, ARankThatIsTakenIsNamed) {
   const int port = free_port();
-  on_processes(3, [=](int index) {
+  const TemporaryFolder folder;
+  const auto wait_for = [&](const char* name) {
+    while (!std::filesystem::exists(folder.path(name))) std::this_thread::sleep_for(10ms);
+  };
+  on_processes(3, [&](int index) {
     if (index < 2) {
       set_variables(index, 2, port);
       init_process_group(with_timeout(20s));
       wait(barrier(world_group()));
-      std::this_thread::sleep_for(700ms);
+      if (index == 0) folder.write("joined", "");
+      wait_for("refused");
       destroy_process_group();
       return;
     }
-    std::this_thread::sleep_for(300ms);
+    wait_for("joined");
     set_variables(1, 2, port);
     EXPECT_THAT(error_of([] { init_process_group(with_timeout(1s)); }),
                 HasSubstr("RANK 1 is taken by process"));
+    folder.write("refused", "");
   });
 }
 
