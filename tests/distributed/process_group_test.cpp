@@ -13,6 +13,7 @@
 
 #include <arpa/inet.h>
 #include <cstdlib>
+#include <filesystem>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -27,6 +28,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::on_processes;
 using testing::on_ranks;
+using testing::TemporaryFolder;
 
 std::string error_of(const std::function<void()>& body) {
   try {
