@@ -11,7 +11,7 @@ function(fsdp2_consumer_test name)
     --build-options -DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER}
       -DCMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER} ${ARGN}
     --test-command consumer)
-  set_tests_properties(consumer/${name} PROPERTIES TIMEOUT 600 PASS_REGULAR_EXPRESSION "no mesh"
+  set_tests_properties(consumer/${name} PROPERTIES TIMEOUT 1800 PASS_REGULAR_EXPRESSION "no mesh"
     ENVIRONMENT "CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime")
 endfunction()
 
