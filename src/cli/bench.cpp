@@ -1,4 +1,5 @@
 #include "cli/commands.h"
+#include "cli/model_options.h"
 #include "cli/options.h"
 #include "train/step_bench.h"
 
@@ -16,25 +17,21 @@ struct StepArguments {
   std::string param_dtype = "fp32", reduce_dtype = "fp32", json;
 };
 
-struct Preset {
-  int64_t dim, layers, heads, vocab, seq, batch;
+struct StepPreset {
+  train::LlamaConfig model;
+  int64_t batch;
 };
-const std::map<std::string, Preset> kPresets = {{"tiny", {128, 4, 4, 1000, 64, 4}},
-                                                {"small", {512, 8, 8, 8000, 128, 2}},
-                                                {"medium", {1024, 12, 16, 16000, 128, 1}}};
+const std::map<std::string, StepPreset> kStepPresets = {
+    {"tiny", {{.dim = 128, .layers = 4, .heads = 4, .vocab = 1000, .seq = 64}, 4}},
+    {"small", {{.dim = 512, .layers = 8, .heads = 8, .vocab = 8000, .seq = 128}, 2}},
+    {"medium", {{.dim = 1024, .layers = 12, .heads = 16, .vocab = 16000, .seq = 128}, 1}}};
 
 void run(StepArguments& arguments, const CLI::App& command) {
   auto& options = arguments.options;
-  const auto& preset = kPresets.at(options.preset);
-  const auto take = [&](const char* name, int64_t& value, int64_t default_value) {
-    if (command.count(name) == 0) value = default_value;
-  };
-  take("--dim", options.model.dim, preset.dim);
-  take("--layers", options.model.layers, preset.layers);
-  take("--heads", options.model.heads, preset.heads);
-  take("--vocab", options.model.vocab, preset.vocab);
-  take("--seq", options.model.seq, preset.seq);
-  take("--batch", options.batch, preset.batch);
+  const auto& preset = kStepPresets.at(options.preset);
+  take_model_preset(command, options.model, preset.model);
+  take_preset(command, "--vocab", options.model.vocab, preset.model.vocab);
+  take_preset(command, "--batch", options.batch, preset.batch);
   options.model = train::resolve(options.model);
   if (arguments.param_dtype != "fp32" || arguments.reduce_dtype != "fp32") {
     throw std::invalid_argument(
@@ -69,24 +66,13 @@ void add_bench(CLI::App& app, int& exit_code) {
       "step", "Train a decoder on synthetic tokens; report losses, times, memory and collectives");
   auto arguments = std::make_shared<StepArguments>();
   auto& o = arguments->options;
-  std::vector<std::string> presets;
-  for (const auto& [name, preset] : kPresets) presets.push_back(name);
 
   step->add_option("--mode", o.mode, "fsdp2, or local: one process, nothing sharded")
       ->check(CLI::IsMember({"fsdp2", "local"}))
       ->capture_default_str();
-  step->add_option("--preset", o.preset, "Sizes that the options below change")
-      ->check(CLI::IsMember(presets))
-      ->capture_default_str();
-  step->add_option("--dim", o.model.dim, "Width");
-  step->add_option("--layers", o.model.layers, "Blocks");
-  step->add_option("--heads", o.model.heads, "Attention heads");
-  step->add_option("--kv-heads", o.model.kv_heads, "Key and value heads; default: as --heads");
-  step->add_option("--ffn", o.model.ffn,
-                   "Feed-forward width; default: 8/3 of --dim, rounded up to 64");
+  add_preset_option(*step, o.preset, kStepPresets);
+  add_model_options(*step, o.model);
   step->add_option("--vocab", o.model.vocab, "Tokens");
-  step->add_option("--seq", o.model.seq, "Tokens a sequence");
-  step->add_option("--tied", o.model.tied, "Use the embedding as output head");
   step->add_option("--batch", o.batch, "Sequences a rank");
   step->add_option("--steps", o.steps, "Timed steps")->capture_default_str();
   step->add_option("--warmup", o.warmup, "Steps before them")->capture_default_str();

@@ -1,4 +1,5 @@
 #include "cli/commands.h"
+#include "cli/model_options.h"
 #include "cli/options.h"
 #include "train/generate.h"
 #include "train/model_dir.h"
@@ -12,12 +13,14 @@
 namespace fsdp2::cli {
 namespace {
 
-struct Preset {
-  int64_t dim, layers, heads, seq, batch, steps;
+struct TrainPreset {
+  train::LlamaConfig model;
+  int64_t batch, steps;
   double lr;
 };
-const std::map<std::string, Preset> kPresets = {{"tiny", {128, 4, 4, 128, 8, 600, 3e-3}},
-                                                {"small", {384, 6, 6, 256, 16, 4000, 1e-3}}};
+const std::map<std::string, TrainPreset> kTrainPresets = {
+    {"tiny", {{.dim = 128, .layers = 4, .heads = 4, .seq = 128}, 8, 600, 3e-3}},
+    {"small", {{.dim = 384, .layers = 6, .heads = 6, .seq = 256}, 16, 4000, 1e-3}}};
 
 struct TrainArguments {
   train::TrainOptions options;
@@ -31,18 +34,13 @@ int run(TrainArguments& arguments, CLI::App& command) {
   auto& options = arguments.options;
   if (!arguments.config.empty()) read_config(command, arguments.config);
   if (options.data.paths.empty()) throw CLI::RequiredError("--data");
-  const auto& preset = kPresets.at(arguments.preset);
-  const auto take = [&](const char* name, auto& value, auto default_value) {
-    if (command.count(name) == 0) value = default_value;
-  };
-  take("--dim", options.model.dim, preset.dim);
-  take("--layers", options.model.layers, preset.layers);
-  take("--heads", options.model.heads, preset.heads);
-  take("--seq", options.model.seq, preset.seq);
-  take("--batch", options.batch, preset.batch);
-  take("--steps", options.schedule.steps, preset.steps);
-  take("--lr", options.schedule.peak, preset.lr);
-  take("--warmup", options.schedule.warmup, std::min<int64_t>(100, options.schedule.steps / 10));
+  const auto& preset = kTrainPresets.at(arguments.preset);
+  take_model_preset(command, options.model, preset.model);
+  take_preset(command, "--batch", options.batch, preset.batch);
+  take_preset(command, "--steps", options.schedule.steps, preset.steps);
+  take_preset(command, "--lr", options.schedule.peak, preset.lr);
+  take_preset(command, "--warmup", options.schedule.warmup,
+              std::min<int64_t>(100, options.schedule.steps / 10));
   options.model.vocab = train::kByteVocab;
   options.model = train::resolve(options.model);
   train::set_threads(arguments.threads);
@@ -69,8 +67,6 @@ void add_train(CLI::App& app, int& exit_code) {
       app.add_subcommand("train", "Train a language model on text, sharded over all ranks");
   auto arguments = std::make_shared<TrainArguments>();
   auto& o = arguments->options;
-  std::vector<std::string> presets;
-  for (const auto& [name, preset] : kPresets) presets.push_back(name);
 
   train
       ->add_option("--config", arguments->config,
@@ -86,17 +82,8 @@ void add_train(CLI::App& app, int& exit_code) {
   train->add_option("--out", o.out, "Folder to write model.safetensors and config.json to");
   train->add_option("--metrics", o.metrics, "File to write a JSON object a step to");
 
-  train->add_option("--preset", arguments->preset, "Sizes that the options below change")
-      ->check(CLI::IsMember(presets))
-      ->capture_default_str();
-  train->add_option("--dim", o.model.dim, "Width");
-  train->add_option("--layers", o.model.layers, "Blocks");
-  train->add_option("--heads", o.model.heads, "Attention heads");
-  train->add_option("--kv-heads", o.model.kv_heads, "Key and value heads; default: as --heads");
-  train->add_option("--ffn", o.model.ffn,
-                    "Feed-forward width; default: 8/3 of --dim, rounded up to 64");
-  train->add_option("--seq", o.model.seq, "Bytes a window");
-  train->add_flag("--tied", o.model.tied, "Use the embedding as output head");
+  add_preset_option(*train, arguments->preset, kTrainPresets);
+  add_model_options(*train, o.model);
 
   train->add_option("--batch", o.batch, "Windows a rank and micro-batch");
   train->add_option("--accum", o.accum, "Micro-batches a step")->capture_default_str();

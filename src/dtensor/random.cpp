@@ -36,7 +36,7 @@ void in_place(Call& call) {
   call.stack.back() = self;
 }
 
-void like(Call& call) {
+void random_like(Call& call) {
   const at::Tensor self = call.arg(0).toTensor();
   const SpecPtr spec = without_partial(spec_of(self));
   call.arg(0) = whole_like(self);
@@ -50,10 +50,10 @@ void like(Call& call) {
 }  // namespace
 
 RuleTable random_rules() {
-  return {{"normal_", in_place},          {"uniform_", in_place},     {"random_", in_place},
-          {"bernoulli_.float", in_place}, {"exponential_", in_place}, {"cauchy_", in_place},
-          {"log_normal_", in_place},      {"geometric_", in_place},   {"rand_like", like},
-          {"randn_like", like},           {"randint_like", like}};
+  return {{"normal_", in_place},          {"uniform_", in_place},       {"random_", in_place},
+          {"bernoulli_.float", in_place}, {"exponential_", in_place},   {"cauchy_", in_place},
+          {"log_normal_", in_place},      {"geometric_", in_place},     {"rand_like", random_like},
+          {"randn_like", random_like},    {"randint_like", random_like}};
 }
 
 }  // namespace fsdp2::dtensor

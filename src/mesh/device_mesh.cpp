@@ -19,26 +19,22 @@ namespace fsdp2 {
 
 using mesh::Layout;
 
-namespace {
-
-/// What the slices of one mesh share: the mesh itself, and the dimensions that flatten() added.
-struct Root {
-  struct Flat {
-    std::vector<int64_t> dims;
-    ProcessGroup group;
-  };
-  std::string key;  // the same on all ranks, and no other mesh's
-  c10::DeviceType device_type;
-  Layout layout;
-  std::optional<std::vector<int64_t>> at;
-  std::vector<ProcessGroup> groups;
-  mutable std::mutex mutex;
-  mutable std::map<std::string, Flat> flats;
-};
-
-}  // namespace
-
 struct DeviceMesh::Impl {
+  /// What the slices of one mesh share: the mesh itself, and the dimensions that flatten() added.
+  struct Root {
+    struct Flat {
+      std::vector<int64_t> dims;
+      ProcessGroup group;
+    };
+    std::string key;  // the same on all ranks, and no other mesh's
+    c10::DeviceType device_type;
+    Layout layout;
+    std::optional<std::vector<int64_t>> at;
+    std::vector<ProcessGroup> groups;
+    mutable std::mutex mutex;
+    mutable std::map<std::string, Flat> flats;
+  };
+
   std::shared_ptr<const Root> root;
   /// Dimensions of the root that make each of ours.
   std::vector<std::vector<int64_t>> dims;
@@ -49,7 +45,7 @@ struct DeviceMesh::Impl {
 
 namespace {
 
-DeviceMesh whole(std::shared_ptr<Root> root) {
+DeviceMesh whole(std::shared_ptr<DeviceMesh::Impl::Root> root) {
   auto impl = std::make_shared<DeviceMesh::Impl>();
   for (int64_t dim = 0; dim < root->layout.ndim(); ++dim) impl->dims.push_back({dim});
   impl->layout = root->layout;
@@ -160,7 +156,7 @@ DeviceMesh DeviceMesh::operator[](const std::string& name) const {
 
 DeviceMesh DeviceMesh::operator[](const std::vector<std::string>& names) const {
   const Impl& self = checked(impl_);
-  const Root& root = *self.root;
+  const DeviceMesh::Impl::Root& root = *self.root;
   own_coordinate(self, "operator[]");
   TORCH_CHECK(!names.empty(), "DeviceMesh: a slice needs at least one name");
   auto impl = std::make_shared<Impl>();
@@ -200,7 +196,7 @@ DeviceMesh DeviceMesh::operator[](const std::vector<std::string>& names) const {
 
 DeviceMesh DeviceMesh::flatten(const std::string& name) const {
   const Impl& self = checked(impl_);
-  const Root& root = *self.root;
+  const DeviceMesh::Impl::Root& root = *self.root;
   TORCH_CHECK(!name.empty() || !self.layout.names.empty(),
               "DeviceMesh::flatten: give a name: the mesh has no names to join");
   own_coordinate(self, "flatten");
@@ -229,7 +225,7 @@ DeviceMesh DeviceMesh::flatten(const std::string& name) const {
             : group_of(impl->layout.ranks,
                        c10::str(root.key, "/", flat_name, "/", impl->layout.ranks.front()),
                        flat_name);
-    flat = root.flats.emplace(flat_name, Root::Flat{dims, group}).first;
+    flat = root.flats.emplace(flat_name, DeviceMesh::Impl::Root::Flat{dims, group}).first;
   }
   TORCH_CHECK(flat->second.dims == dims, "DeviceMesh::flatten: '", flat_name,
               "' names other flattened dimensions already: choose another name");
@@ -249,7 +245,7 @@ DeviceMesh DeviceMesh::from_group(const std::vector<ProcessGroup>& groups,
                                   c10::DeviceType device_type, const std::vector<int>& ranks,
                                   const std::vector<int64_t>& shape,
                                   const std::vector<std::string>& names) {
-  auto root = std::make_shared<Root>();
+  auto root = std::make_shared<DeviceMesh::Impl::Root>();
   root->device_type = device_type;
   root->layout = {ranks, shape, names};
   mesh::check(root->layout, "DeviceMesh::from_group");
@@ -274,7 +270,7 @@ DeviceMesh DeviceMesh::from_group(const std::vector<ProcessGroup>& groups,
 
 DeviceMesh init_device_mesh(const std::string& device, const std::vector<int64_t>& shape,
                             const std::vector<std::string>& names) {
-  auto root = std::make_shared<Root>();
+  auto root = std::make_shared<DeviceMesh::Impl::Root>();
   root->device_type = device_type_of(device);
   if (!is_initialized()) init_process_group();
   comm::World& world = comm::world();

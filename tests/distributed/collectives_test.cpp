@@ -1,3 +1,4 @@
+#include "support/errors.h"
 #include "support/ranks.h"
 
 #include <fsdp2/collectives.h>
@@ -13,17 +14,9 @@ namespace fsdp2 {
 namespace {
 
 using ::testing::AllOf;
+using testing::error_of;
 using ::testing::HasSubstr;
 using testing::on_ranks;
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
 
 /// Element i of what rank `rank` contributes.
 torch::Tensor contribution(int rank, int64_t size, at::ScalarType type) {

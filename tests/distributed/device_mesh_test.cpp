@@ -1,4 +1,5 @@
 #include "mesh/mesh_impl.h"
+#include "support/errors.h"
 #include "support/ranks.h"
 
 #include <fsdp2/collectives.h>
@@ -15,17 +16,9 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::ElementsAre;
+using testing::error_of;
 using ::testing::HasSubstr;
 using testing::on_ranks;
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
 
 /// The ranks of a group, by asking them.
 std::vector<int> members(const ProcessGroup& group) {

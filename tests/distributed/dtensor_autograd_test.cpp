@@ -1,5 +1,6 @@
 // Gradients through DTensors, against those of whole tensors.
 #include "support/ranks.h"
+#include "support/tensors.h"
 
 #include <fsdp2/dtensor.h>
 
@@ -76,10 +77,7 @@ std::vector<std::pair<const char*, std::function<Tensor(const std::vector<Tensor
        [](const auto& p) { return torch::stack({p[0].norm(), p[1].norm(), p[2].norm()}).norm(); }},
       {"gathered",
        [](const auto& p) {
-         const auto full = [](const Tensor& t) {
-           return is_dtensor(t) ? DTensor(t).full_tensor() : t;
-         };
-         return full(p[0]).matmul(full(p[2]).t()).pow(2).sum();
+         return testing::whole_of(p[0]).matmul(testing::whole_of(p[2]).t()).pow(2).sum();
        }},
       {"redistributed",
        [](const auto& p) {

@@ -1,6 +1,8 @@
 // Ops that run on parts, against the same ops on whole tensors; and the errors of those that
 // cannot.
+#include "support/errors.h"
 #include "support/ranks.h"
+#include "support/tensors.h"
 
 #include <fsdp2/dtensor.h>
 
@@ -15,22 +17,10 @@ namespace fsdp2 {
 namespace {
 
 using ::testing::AllOf;
+using testing::error_of;
 using ::testing::HasSubstr;
+using testing::whole_of;
 using torch::Tensor;
-
-template <class Run>
-std::string error_of(Run run) {
-  try {
-    run();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
-
-Tensor whole_of(const Tensor& tensor) {
-  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
-}
 
 /// `x` and `y` of one size, `row` of the last dimension, `one` of a single row, `scalar` of no
 /// dimension.

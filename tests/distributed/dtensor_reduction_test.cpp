@@ -1,5 +1,6 @@
 // Reductions over shards, and what is built of them: gradient clipping.
 #include "support/ranks.h"
+#include "support/tensors.h"
 
 #include <fsdp2/collectives.h>
 #include <fsdp2/dtensor.h>
@@ -15,12 +16,9 @@
 namespace fsdp2 {
 namespace {
 
+using testing::whole_of;
 using torch::Tensor;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-Tensor whole_of(const Tensor& tensor) {
-  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
-}
 
 struct Reduction {
   const char* name;

@@ -1,5 +1,6 @@
 // Joining and leaving a world, between real processes.
 
+#include "support/errors.h"
 #include "support/ranks.h"
 #include "support/temporary_folder.h"
 
@@ -25,19 +26,11 @@ namespace {
 
 using namespace std::chrono_literals;
 using ::testing::AllOf;
+using testing::error_of;
 using ::testing::HasSubstr;
 using testing::on_processes;
 using testing::on_ranks;
 using testing::TemporaryFolder;
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
 
 /// A socket that listens on a port of the system's choice until it is closed.
 struct Listener {

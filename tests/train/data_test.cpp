@@ -2,7 +2,9 @@
 
 #include "train/data.h"
 
+#include "support/errors.h"
 #include "support/temporary_folder.h"
+#include "support/tensors.h"
 #include "train/permutation.h"
 #include "train/schedule.h"
 
@@ -15,21 +17,12 @@
 namespace fsdp2::train {
 namespace {
 
+using ::fsdp2::testing::list_of;
 using ::fsdp2::testing::TemporaryFolder;
 using ::testing::HasSubstr;
 
-std::vector<int64_t> list(const torch::Tensor& tensor) {
-  const auto flat = tensor.contiguous();
-  return {flat.data_ptr<int64_t>(), flat.data_ptr<int64_t>() + flat.numel()};
-}
-
-std::string error_of(const DataOptions& options) {
-  try {
-    Dataset dataset(options);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return {};
+std::string error_of_data(const DataOptions& options) {
+  return fsdp2::testing::error_of([&] { Dataset dataset(options); });
 }
 
 /// 40 documents of 10 to 49 bytes; the text of document i is the letter i over and over.
@@ -64,11 +57,11 @@ TEST(Dataset, HoldsOutWholeDocumentsByName) {
   EXPECT_EQ(data.train_size() + data.validation_size(), 40 * 10 + 39 * 40 / 2 + 40);
   std::set<int64_t> train, held_out;
   for (int64_t i = 0; i < 500; ++i) {
-    for (const int64_t token : list(data.train_batch(i, 0, 1, 1).x)) train.insert(token);
+    for (const int64_t token : list_of(data.train_batch(i, 0, 1, 1).x)) train.insert(token);
   }
   const int64_t batches = data.validation_batches(1000, 1, 1);
   for (int64_t i = 0; i < batches; ++i) {
-    for (const int64_t token : list(data.validation_batch(i, batches, 0, 1, 1).x))
+    for (const int64_t token : list_of(data.validation_batch(i, batches, 0, 1, 1).x))
       held_out.insert(token);
   }
   train.erase(0);
@@ -88,7 +81,7 @@ TEST(Dataset, HoldsOutTheEndOfASingleDocument) {
   EXPECT_EQ(data.train_size(), 90);
   EXPECT_EQ(data.validation_size(), 11);
   const auto batch = data.validation_batch(0, 1, 0, 1, 1);
-  EXPECT_THAT(list(batch.x), ::testing::Each('b'));
+  EXPECT_THAT(list_of(batch.x), ::testing::Each('b'));
   EXPECT_EQ(batch.y[0][9].item<int64_t>(), 0);
 }
 
@@ -101,12 +94,12 @@ TEST(Dataset, ReadsEachWindowOnceAnEpoch) {
   for (const int64_t epoch : {0, 1}) {
     std::set<int64_t> seen;
     for (int64_t i = 0; i < windows; ++i) {
-      const auto x = list(data.train_batch(epoch * windows + i, 0, 1, 1).x);
+      const auto x = list_of(data.train_batch(epoch * windows + i, 0, 1, 1).x);
       seen.insert(x.begin(), x.end());
     }
     EXPECT_EQ(static_cast<int64_t>(seen.size()), windows * 9) << "epoch " << epoch;
   }
-  EXPECT_NE(list(data.train_batch(0, 0, 1, 8).x), list(data.train_batch(windows, 0, 1, 8).x));
+  EXPECT_NE(list_of(data.train_batch(0, 0, 1, 8).x), list_of(data.train_batch(windows, 0, 1, 8).x));
 }
 
 TEST(Dataset, RanksTogetherReadTheSameWhateverTheirNumber) {
@@ -143,12 +136,13 @@ TEST(Dataset, TakesTheAskedExtensionsFromFolders) {
 TEST(Dataset, SaysWhatIsWrongWithThePath) {
   TemporaryFolder folder;
   const auto path = folder.write("small.txt", "abc");
-  EXPECT_THAT(error_of({.paths = {folder.path("none")}}),
+  EXPECT_THAT(error_of_data({.paths = {folder.path("none")}}),
               HasSubstr("no file or folder " + folder.path("none")));
-  EXPECT_THAT(error_of({.paths = {path}, .seq = 50}),
+  EXPECT_THAT(error_of_data({.paths = {path}, .seq = 50}),
               HasSubstr("small.txt has 2 tokens, but one window takes 51"));
-  EXPECT_THAT(error_of({.paths = {folder.path()}, .extensions = {"h"}}), HasSubstr("no text in"));
-  EXPECT_THAT(error_of({}), HasSubstr("at least one file or folder"));
+  EXPECT_THAT(error_of_data({.paths = {folder.path()}, .extensions = {"h"}}),
+              HasSubstr("no text in"));
+  EXPECT_THAT(error_of_data({}), HasSubstr("at least one file or folder"));
 }
 
 TEST(Permute, IsAShuffleOfItsRange) {

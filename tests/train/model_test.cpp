@@ -1,6 +1,8 @@
 // The decoder, its initial weights and the synthetic tokens, against numbers worked out from their
 // definitions.
 
+#include "support/errors.h"
+#include "support/tensors.h"
 #include "train/init.h"
 #include "train/llama.h"
 #include "train/tokens.h"
@@ -13,21 +15,12 @@
 namespace fsdp2::train {
 namespace {
 
+using ::fsdp2::testing::list_of;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-std::vector<int64_t> list(const torch::Tensor& tensor) {
-  const auto flat = tensor.contiguous();
-  return {flat.data_ptr<int64_t>(), flat.data_ptr<int64_t>() + flat.numel()};
-}
-
-std::string error_of(const LlamaConfig& config) {
-  try {
-    resolve(config);
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return {};
+std::string error_of_model(const LlamaConfig& config) {
+  return fsdp2::testing::error_of([&] { resolve(config); });
 }
 
 TEST(Init, FollowsTheFormulaAnywhereInAParameter) {
@@ -58,8 +51,8 @@ TEST(Init, FillsAllParametersOfAModel) {
 TEST(SyntheticTokens, FollowTheFormula) {
   const auto batch = synthetic_batch(/*seed=*/1234, /*micro=*/3, /*rank=*/2, /*batch=*/2, /*seq=*/5,
                                      /*vocab=*/1000);
-  EXPECT_THAT(list(batch.x), ElementsAre(227, 152, 327, 652, 488, 356, 797, 973, 882, 830));
-  EXPECT_THAT(list(batch.y), ElementsAre(152, 327, 652, 488, 457, 797, 973, 882, 830, 167));
+  EXPECT_THAT(list_of(batch.x), ElementsAre(227, 152, 327, 652, 488, 356, 797, 973, 882, 830));
+  EXPECT_THAT(list_of(batch.y), ElementsAre(152, 327, 652, 488, 457, 797, 973, 882, 830, 167));
 }
 
 TEST(Llama, NamesItsParametersInOrder) {
@@ -116,12 +109,13 @@ TEST(LlamaConfig, DerivesWhatIsNotGiven) {
 }
 
 TEST(LlamaConfig, NamesTheSizeThatIsWrong) {
-  EXPECT_THAT(error_of({.dim = 10, .heads = 4}), HasSubstr("dim 10 is not a multiple of heads 4"));
-  EXPECT_THAT(error_of({.dim = 12, .heads = 4}), HasSubstr("even dim / heads, got 3"));
-  EXPECT_THAT(error_of({.heads = 4, .kv_heads = 3}),
+  EXPECT_THAT(error_of_model({.dim = 10, .heads = 4}),
+              HasSubstr("dim 10 is not a multiple of heads 4"));
+  EXPECT_THAT(error_of_model({.dim = 12, .heads = 4}), HasSubstr("even dim / heads, got 3"));
+  EXPECT_THAT(error_of_model({.heads = 4, .kv_heads = 3}),
               HasSubstr("heads 4 is not a multiple of kv-heads 3"));
-  EXPECT_THAT(error_of({.layers = 0}), HasSubstr("layers must be at least 1"));
-  EXPECT_THAT(error_of({.ffn = -1}), HasSubstr("ffn"));
+  EXPECT_THAT(error_of_model({.layers = 0}), HasSubstr("layers must be at least 1"));
+  EXPECT_THAT(error_of_model({.ffn = -1}), HasSubstr("ffn"));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include "comm/environment.h"
 #include "comm/groups.h"
+#include "support/errors.h"
 
 #include <fsdp2/process_group.h>
 
@@ -40,14 +41,10 @@ class ProcessGroupEnvironment : public ::testing::Test {
   /// The message that joining with these variables and options ends in.
   static std::string error_of(const Variables& variables, const InitOptions& options = {}) {
     set(variables);
-    try {
-      init_process_group(options);
-    } catch (const c10::Error& error) {
-      EXPECT_FALSE(is_initialized());
-      return error.what_without_backtrace();
-    }
-    destroy_process_group();
-    return "no error";
+    const auto error = testing::error_of([&] { init_process_group(options); });
+    EXPECT_EQ(is_initialized(), error.empty());
+    if (is_initialized()) destroy_process_group();
+    return error;
   }
 };
 

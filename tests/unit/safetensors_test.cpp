@@ -1,5 +1,6 @@
 // Safetensors files: round trips, and damaged or hostile files.
 
+#include "support/errors.h"
 #include "support/temporary_folder.h"
 
 #include <fsdp2/safetensors.h>
@@ -14,17 +15,9 @@ namespace fsdp2 {
 namespace {
 
 using ::testing::ElementsAre;
+using testing::error_of;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
 
 std::string file_of(const std::string& header, const std::string& data) {
   const uint64_t length = header.size();

@@ -1,0 +1,26 @@
+#include "cli/model_options.h"
+
+#include "train/llama.h"
+
+namespace fsdp2::cli {
+
+void add_model_options(CLI::App& command, train::LlamaConfig& model) {
+  command.add_option("--dim", model.dim, "Width");
+  command.add_option("--layers", model.layers, "Blocks");
+  command.add_option("--heads", model.heads, "Attention heads");
+  command.add_option("--kv-heads", model.kv_heads, "Key and value heads; default: as --heads");
+  command.add_option("--ffn", model.ffn,
+                     "Feed-forward width; default: 8/3 of --dim, rounded up to 64");
+  command.add_option("--seq", model.seq, "Tokens a sequence");
+  command.add_flag("--tied", model.tied, "Use the embedding as output head");
+}
+
+void take_model_preset(const CLI::App& command, train::LlamaConfig& model,
+                       const train::LlamaConfig& preset) {
+  take_preset(command, "--dim", model.dim, preset.dim);
+  take_preset(command, "--layers", model.layers, preset.layers);
+  take_preset(command, "--heads", model.heads, preset.heads);
+  take_preset(command, "--seq", model.seq, preset.seq);
+}
+
+}  // namespace fsdp2::cli
