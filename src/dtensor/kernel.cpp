@@ -105,6 +105,10 @@ void Call::refuse(const at::Tensor& dtensor, const std::string& why) const {
   out << ": " << why
       << ". Take the whole tensor with full_tensor(), this rank's part with to_local(), "
       << "or change the layout with redistribute()";
+  if (is_dtensor(dtensor) && has_write_observer(dtensor)) {
+    out << ". A parameter of a module wrapped by fully_shard: in forward use the module's member, "
+           "which gathers itself, not parameters()";
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(false, out.str());
   std::abort();
 }

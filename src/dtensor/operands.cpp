@@ -4,6 +4,7 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <sstream>
@@ -228,11 +229,39 @@ at::Tensor conform(const Call& call, const at::Tensor& operand, const Target& ta
   return local_of(redistributed(operand, with_placements(*target.spec, std::move(wanted))));
 }
 
+namespace {
+
+/// A plain tensor may hold another value on each rank, as a batch does. Where that would become a
+/// wrong number without notice, in autograd or read next to a parameter, only what is told to be
+/// the same everywhere may meet shards. A gradient that backward hands on is.
+void check_plain_operands(const Call& call, const Operands& operands) {
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  const Operand* sharded = nullptr;
+  const Operand* plain = nullptr;
+  for (const Operand& operand : operands) {
+    if (!is_dtensor(operand.tensor)) {
+      if (operand.tensor.numel() > 1) plain = &operand;
+    } else if ((c10::GradMode::is_enabled() && operand.tensor.requires_grad()) ||
+               (!operand.written && has_write_observer(operand.tensor))) {
+      sharded = &operand;
+    }
+  }
+  if (!sharded || !plain) return;
+  std::ostringstream why;
+  why << "a plain tensor of size " << plain->tensor.sizes()
+      << " meets it, and might differ from rank to rank: if it does not, say so with "
+         "distribute_tensor(tensor, mesh, {Replicate()})";
+  call.refuse(sharded->tensor, why.str());
+}
+
+}  // namespace
+
 void run_pointwise(Call& call, Linearity linearity) {
   Operands operands = operands_of(call);
   const bool stays = linearity != Linearity::kNone && partial_stays(call, operands, linearity);
   if (run_alike(call, operands, stays)) return;
   if (run_plain(call, operands)) return;
+  check_plain_operands(call, operands);
   const at::Tensor* written = nullptr;
   for (Operand& operand : operands) {
     if (operand.written) {

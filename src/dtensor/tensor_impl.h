@@ -50,4 +50,8 @@ at::Tensor wrap_alias(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes,
 /// To be called before the local part of `tensor` is written.
 void announce_write(const at::Tensor& tensor);
 
+inline bool has_write_observer(const at::Tensor& tensor) {
+  return !impl_of(tensor)->observer.expired();
+}
+
 }  // namespace fsdp2::dtensor

@@ -23,6 +23,7 @@ struct FSDPModule::Impl {
   std::shared_ptr<Schedule> schedule;
   std::weak_ptr<ParamGroup> group;  // none if every parameter belongs to wrapped children
   std::vector<std::string> parameter_names;
+  std::string prefix;  // of those that this module has, if its group is that of several modules
   bool root = true;
   std::optional<bool> reshard_after_forward;
 
@@ -94,6 +95,7 @@ struct Plan {
   std::vector<Entry> shared;                // entries that hold a member of another group
   std::vector<torch::Tensor> buffers;
   std::vector<State> inner;  // wrapped modules below
+  std::vector<std::string> inner_paths;
   std::vector<Twin> twins;
 };
 
@@ -138,7 +140,10 @@ void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
                  std::unordered_map<c10::TensorImpl*, size_t>& seen) {
   const auto twins = plan_twins(*root, plan);
   for (const auto& item : root->named_modules(prefix)) {
-    if (State state = wrapped_modules().find(*item.value())) plan.inner.push_back(state);
+    if (State state = wrapped_modules().find(*item.value())) {
+      plan.inner.push_back(state);
+      plan.inner_paths.push_back(item.key());
+    }
     const auto twin = twins.find(item.value().get());
     torch::nn::Module& registry = twin == twins.end() ? *item.value() : *twin->second;
     for (auto& parameter : fsdp::registered_parameters(registry)) {
@@ -220,6 +225,20 @@ void check_aliases(const Plan& plan) {
   }
 }
 
+/// Errors name a parameter by its path from the outermost wrapped module.
+void rename_inner(const Plan& plan) {
+  for (size_t i = 0; i < plan.inner.size(); ++i) {
+    const FSDPModule::Impl& state = *plan.inner[i];
+    const auto group = state.group.lock();
+    if (!group) continue;
+    for (size_t p = 0; p < state.parameter_names.size(); ++p) {
+      const std::string& name = state.parameter_names[p];
+      if (!name.starts_with(state.prefix)) continue;
+      group->rename(p, plan.inner_paths[i] + "." + name.substr(state.prefix.size()));
+    }
+  }
+}
+
 size_t count_parameters(const torch::nn::Module& module) {
   size_t count = 0;
   for (const auto& below : module.modules()) {
@@ -264,6 +283,7 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
   for (torch::Tensor& buffer : plan.buffers) {
     if (buffer.device() != mesh.device()) buffer.set_data(buffer.to(mesh.device()));
   }
+  rename_inner(plan);
   auto schedule = std::make_shared<Schedule>();
   for (const State& state : plan.inner) {
     auto inner = state->schedule;
@@ -276,8 +296,7 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
   }
   std::shared_ptr<ParamGroup> group;
   if (!plan.parameters.empty()) {
-    group = std::make_shared<ParamGroup>(
-        plan.names.front() + (plan.names.size() > 1 ? ", ..." : ""), mesh);
+    group = std::make_shared<ParamGroup>(mesh);
     group->adopt(plan.parameters, plan.names);
     schedule->add(group);
     for (size_t i = 0; i < plan.parameters.size(); ++i) {
@@ -297,13 +316,15 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
   schedule->check_after_backward(census(modules));
 
   State first;
-  for (const ModulePtr& module : modules) {
+  for (size_t i = 0; i < modules.size(); ++i) {
+    const ModulePtr& module = modules[i];
     auto state = std::make_shared<FSDPModule::Impl>();
     state->module = module;
     state->name = module->name();
     state->schedule = schedule;
     state->group = group;
     state->parameter_names = plan.names;
+    if (modules.size() > 1) state->prefix = std::to_string(i) + ".";
     state->reshard_after_forward = options.reshard_after_forward;
     state->apply_reshard_after_forward();
     wrapped_modules().add(module, state);

@@ -16,16 +16,23 @@ GatheredStorage::GatheredStorage(std::shared_ptr<ParamGroup> group, size_t index
 }
 
 void GatheredStorage::fill(c10::DataPtr bytes) {
+  empty_ = false;
   clear_data_ptr_access_error_msg_();
   set_data_ptr_noswap(std::move(bytes));
 }
 
 void GatheredStorage::drop() {
+  empty_ = true;
   set_data_ptr_noswap(c10::DataPtr(nullptr, device_));
   release_data_and_set_meta_custom_data_ptr_error_msg_(
       "parameter '" + name_ +
       "' is sharded: its data is here only while its module is unsharded. Use it in an op, or take "
       "fsdp2::as_fsdp(module).unshard() around direct access to its data.");
+}
+
+void GatheredStorage::rename(const std::string& name) {
+  name_ = name;
+  if (empty_) drop();
 }
 
 void GatheredStorage::release_resources() {

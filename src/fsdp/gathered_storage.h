@@ -28,6 +28,9 @@ class GatheredStorage final : public c10::StorageImpl {
   /// Takes them away; direct access to data is then an error that names the parameter.
   void drop();
 
+  /// What errors call the parameter.
+  void rename(const std::string& name);
+
   const std::shared_ptr<ParamGroup>& group() const { return group_; }
   size_t index() const { return index_; }
 
@@ -38,6 +41,7 @@ class GatheredStorage final : public c10::StorageImpl {
   std::shared_ptr<ParamGroup> group_;
   size_t index_;
   std::string name_;
+  bool empty_ = true;
   c10::Device device_;
 };
 

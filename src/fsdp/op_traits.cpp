@@ -22,7 +22,6 @@ uint32_t op_traits(const c10::FunctionSchema& schema) {
       {"aten::new_full", kSizesOnly},
       {"aten::new_ones", kSizesOnly},
       {"aten::new_zeros", kSizesOnly},
-      {"aten::is_pinned", kSizesOnly},
       {"aten::is_same_size", kSizesOnly},
       // Another tensor would take over storage that comes and goes.
       {"aten::set_", kHiddenWrite},

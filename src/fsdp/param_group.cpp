@@ -142,6 +142,18 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
   }
 }
 
+void ParamGroup::rename(size_t index, const std::string& name) {
+  Param& param = params_[index];
+  param.layout.name = name;
+  param.stale_gradient.reset();
+  if (auto storage = param.storage.lock())
+    static_cast<GatheredStorage*>(storage.get())->rename(name);
+}
+
+std::string ParamGroup::name() const {
+  return params_.front().layout.name + (params_.size() > 1 ? ", ..." : "");
+}
+
 torch::Tensor ParamGroup::make_shard(const torch::Tensor& member, const ParamLayout& layout) {
   at::NoGradGuard no_grad;
   torch::Tensor local = member.detach();
@@ -238,7 +250,7 @@ void ParamGroup::finish_reduce() {
     TORCH_CHECK(result.agreed,
                 "ranks reduced gradients of different parameter groups in one step; "
                 "this rank reduced group '",
-                name_,
+                name(),
                 "'. Every rank must run backward through the "
                 "same wrapped modules, in the same order.");
     for (size_t i = 0; i < item.params.size(); ++i) {

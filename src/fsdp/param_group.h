@@ -48,7 +48,7 @@ struct Param {
 /// Not thread-safe by itself: the schedule's lock guards it, but for the pin count.
 class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
  public:
-  ParamGroup(std::string name, DeviceMesh mesh) : name_(std::move(name)), mesh_(std::move(mesh)) {}
+  explicit ParamGroup(DeviceMesh mesh) : mesh_(std::move(mesh)) {}
 
   /// Takes over whole parameters: makes their shards, and turns each into a member that gathers
   /// itself. `members` are dense leaf tensors on the mesh's device. Collective when the mesh's
@@ -91,7 +91,10 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   void notice_local_writes();
   int64_t generation() const { return generation_; }
 
-  const std::string& name() const { return name_; }
+  /// A parent was wrapped: the parameter has a longer name.
+  void rename(size_t index, const std::string& name);
+  /// Its parameters' names, for errors.
+  std::string name() const;
   const DeviceMesh& mesh() const { return mesh_; }
   std::vector<Param>& params() { return params_; }
   const std::vector<Param>& params() const { return params_; }
@@ -116,7 +119,6 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   torch::Tensor make_shard(const torch::Tensor& member, const ParamLayout& layout);
   void add_gradient(Param& param, torch::Tensor gradient);
 
-  std::string name_;
   DeviceMesh mesh_;
   std::vector<Param> params_;
   std::unique_ptr<GroupComm> comm_;

@@ -2,7 +2,6 @@
 
 #include "fsdp/plain_ops.h"
 
-#include <c10/util/hash.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -66,10 +65,9 @@ size_t Schedule::StepHash::operator()(const Step& step) const {
 void Schedule::add(const std::shared_ptr<ParamGroup>& group) {
   std::lock_guard lock(mutex_);
   // The same on all ranks, also if some of them have wrapped other modules besides.
-  size_t hash = groups_.size();
-  for (const Param& param : group->params())
-    hash = c10::hash_combine(hash, std::hash<std::string>()(param.layout.name));
-  group->id = static_cast<int64_t>(hash >> 16);
+  std::string identity = std::to_string(groups_.size());
+  for (const Param& param : group->params()) identity += '\n' + param.layout.name;
+  group->id = static_cast<int64_t>(std::hash<std::string>()(identity) >> 16);
   group->schedule = shared_from_this();
   groups_.push_back(group);
 }

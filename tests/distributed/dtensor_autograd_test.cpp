@@ -69,7 +69,7 @@ std::vector<std::pair<const char*, std::function<Tensor(const std::vector<Tensor
       {"pointwise chain",
        [](const auto& p) { return (torch::tanh(p[0]) * p[0].exp() + p[2]).pow(2).sum(); }},
       {"distance to a target",
-       [](const auto& p) { return (p[0] - torch::ones({7, 3})).pow(2).sum(); }},
+       [](const auto& p) { return (p[0] - torch::ones_like(p[0])).pow(2).sum(); }},
       {"norm as a factor", [](const auto& p) { return (p[0] * p[0].norm()).sum(); }},
       {"views",
        [](const auto& p) { return (p[0].t() * p[0].t().exp()).sum() + p[1].view({5, 2}).sum(); }},

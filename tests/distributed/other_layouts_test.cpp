@@ -4,7 +4,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::other_layouts {
 namespace {
 
 using torch::Tensor;
@@ -162,4 +162,4 @@ TEST_P(OtherLayouts, ComplexScalarAndEmptyParameters) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::other_layouts

@@ -6,7 +6,7 @@
 
 #include <torch/library.h>
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::custom_ops {
 namespace {
 
 using torch::Tensor;
@@ -149,4 +149,4 @@ TEST_P(CustomOps, IntegerAndBooleanParametersAsIndices) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::custom_ops

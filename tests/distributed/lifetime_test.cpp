@@ -4,7 +4,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::lifetime {
 namespace {
 
 using torch::Tensor;
@@ -98,4 +98,4 @@ TEST_P(Lifetime, ManyModulesOneAfterAnother) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::lifetime

@@ -8,7 +8,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/forward_grad.h>
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::autograd_features {
 namespace {
 
 using torch::Tensor;
@@ -227,4 +227,4 @@ TEST_P(AutogradFeatures, MembersReplacedDuringForward) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::autograd_features

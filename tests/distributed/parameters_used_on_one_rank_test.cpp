@@ -6,7 +6,7 @@
 #include "support/shared_outcomes.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::parameters_used_on_one_rank {
 namespace {
 
 using torch::Tensor;
@@ -287,4 +287,4 @@ TEST(BranchOnOneRank, WriteOfOneRankAlone) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::parameters_used_on_one_rank

@@ -4,7 +4,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::sub_mesh {
 namespace {
 
 using torch::Tensor;
@@ -37,4 +37,4 @@ TEST(SubMesh, RanksMayWrapDifferentNumbersOfModules) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::sub_mesh

@@ -5,7 +5,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::registry_reads {
 namespace {
 
 using torch::Tensor;
@@ -77,4 +77,4 @@ TEST_P(RegistryReads, RecurrentModulesAfterTo) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::registry_reads

@@ -4,7 +4,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::view_of_output_in_place {
 namespace {
 
 using torch::Tensor;
@@ -55,4 +55,4 @@ TEST_P(ViewOfOutputInPlace, GradientsAreReduced) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::view_of_output_in_place

@@ -3,7 +3,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::stale_bytes {
 namespace {
 
 using torch::Tensor;
@@ -159,4 +159,4 @@ TEST_P(StaleBytes, AveragedWeightsSwappedInForEvaluation) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::stale_bytes

@@ -8,7 +8,7 @@
 #include <atomic>
 #include <thread>
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::threads {
 namespace {
 
 using ::testing::HasSubstr;
@@ -90,4 +90,4 @@ TEST(Threads, BackwardInAnotherThreadThanForward) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::threads

@@ -5,7 +5,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::backward_after_step {
 namespace {
 
 using ::testing::HasSubstr;
@@ -29,6 +29,7 @@ TEST_P(BackwardAfterStep, IsTheVersionError) {
           } else {
             optimizer = std::make_unique<torch::optim::SGD>((*module)->parameters(), 0.1);
           }
+          torch::manual_seed(5);
           const Tensor x = torch::randn({3, 5});
           (*module)->forward(x).sum().backward();
           Tensor loss = (*module)->forward((*module)->forward(x)).pow(2).sum();
@@ -100,4 +101,4 @@ TEST_P(BackwardAfterStep, NeitherIsGatheringAgain) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::backward_after_step

@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::parameter_hooks {
 namespace {
 
 using torch::Tensor;
@@ -96,4 +96,4 @@ TEST_P(ParameterHooks, PostAccumulateHooksStepTheOptimizerInsideBackward) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::parameter_hooks

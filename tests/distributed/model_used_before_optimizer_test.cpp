@@ -5,7 +5,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::model_used_before_optimizer {
 namespace {
 
 using ::testing::HasSubstr;
@@ -72,4 +72,4 @@ TEST(ModelUsedBeforeOptimizer, AnOptimizerFromBeforeTheWrapSaysSo) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::model_used_before_optimizer

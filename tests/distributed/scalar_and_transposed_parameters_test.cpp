@@ -4,7 +4,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::scalar_and_transposed_parameters {
 namespace {
 
 using torch::Tensor;
@@ -83,4 +83,4 @@ TEST_P(OddParameters, LogicalOrderIsKept) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::scalar_and_transposed_parameters

@@ -5,7 +5,7 @@
 #include "support/shared_outcomes.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::failed_backward {
 namespace {
 
 using ::testing::HasSubstr;
@@ -110,4 +110,4 @@ TEST(FailedBackwardOnOneRank, IsAnErrorOnTheOthersToo) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::failed_backward

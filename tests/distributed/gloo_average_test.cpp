@@ -4,7 +4,7 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
-namespace fsdp2::testing {
+namespace fsdp2::testing::gloo_average {
 namespace {
 
 using torch::Tensor;
@@ -53,4 +53,4 @@ TEST(GlooAverage, OfPartialTensors) {
 }
 
 }  // namespace
-}  // namespace fsdp2::testing
+}  // namespace fsdp2::testing::gloo_average
