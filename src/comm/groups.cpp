@@ -105,6 +105,12 @@ ProcessGroup make_group(const GroupOptions& options) {
   }
   group->setGroupName(options.name);
   group->setGroupDesc(options.name);
+  // A rank that is connected must not leave before the others are.
+  if (size > 1) {
+    wait_for_ranks(c10::make_intrusive<c10d::PrefixStore>("connected", options.store),
+                   options.global_ranks[static_cast<size_t>(options.rank)], options.global_ranks,
+                   "", "group '" + options.name + "'", options.timeout);
+  }
   return group;
 }
 
