@@ -1,3 +1,4 @@
+#include "comm/exits.h"
 #include "comm/groups.h"
 #include "comm/work.h"
 
@@ -36,6 +37,10 @@ struct Call {
 
   Call(const char* name, const ProcessGroup& group) : name(name), group(group) {
     TORCH_CHECK(group, name, ": the group is null (this rank is not a member of it)");
+    TORCH_CHECK(
+        size() == 1 || !comm::forked_from_a_rank(), name, where(),
+        ": this process was forked from that rank, whose connections it does not have: fork "
+        "before init_process_group, or start a new program");
   }
 
   int size() const { return group->getSize(); }
@@ -235,6 +240,7 @@ Work barrier(const ProcessGroup& group) {
 
 void wait(const Work& work, const std::string& what) {
   if (!work) return;
+  const comm::Waiting waiting(what);
   try {
     TORCH_CHECK(work->wait(), "the collective was aborted");
   } catch (c10::Error& error) {

@@ -1,6 +1,7 @@
 #include "comm/groups.h"
 
 #include "comm/backend.h"
+#include "comm/exits.h"
 #include "comm/rendezvous.h"
 #include "comm/world.h"
 
@@ -84,6 +85,7 @@ Backends parse_backends(const std::string& text) {
 }
 
 ProcessGroup make_group(const GroupOptions& options) {
+  watch_exits();
   const int size = static_cast<int>(options.global_ranks.size());
   auto group = c10::make_intrusive<c10d::ProcessGroup>(options.store, options.rank, size);
   std::map<std::string, c10::intrusive_ptr<c10d::Backend>> made;

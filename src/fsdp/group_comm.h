@@ -51,8 +51,8 @@ class Gather {
  public:
   virtual ~Gather() = default;
   /// Blocks; the bytes of each parameter, whole, laid out by its strides, 64-byte aligned. Call
-  /// once.
-  virtual std::vector<c10::DataPtr> finish() = 0;
+  /// once. `what` is what errors call it.
+  virtual std::vector<c10::DataPtr> finish(const std::string& what) = 0;
   /// Of all ranks, in rank order; valid after finish().
   virtual const std::vector<GatherWords>& words() const = 0;
 };
@@ -69,8 +69,8 @@ class Reduce {
     /// False if ranks reduced different things: the sums mean nothing.
     bool agreed = true;
   };
-  /// Blocks. Call once.
-  virtual Result finish() = 0;
+  /// Blocks. Call once. `what` is what errors call it.
+  virtual Result finish(const std::string& what) = 0;
 };
 
 class GroupComm {

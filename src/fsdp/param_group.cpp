@@ -1,5 +1,6 @@
 #include "fsdp/param_group.h"
 
+#include "fsdp/checks.h"
 #include "fsdp/plain_ops.h"
 #include "fsdp/schedule.h"
 
@@ -140,18 +141,22 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
     torch::autograd::impl::add_hook(
         member, std::make_unique<ClearStaleGradient>(WeakTensor(member.getIntrusivePtr())));
   }
+  name_group();
 }
 
 void ParamGroup::rename(size_t index, const std::string& name) {
   Param& param = params_[index];
   param.layout.name = name;
+  name_group();
   param.stale_gradient.reset();
   if (auto storage = param.storage.lock())
     static_cast<GatheredStorage*>(storage.get())->rename(name);
 }
 
-std::string ParamGroup::name() const {
-  return params_.front().layout.name + (params_.size() > 1 ? ", ..." : "");
+void ParamGroup::name_group() {
+  name_ = params_.front().layout.name + (params_.size() > 1 ? ", ..." : "");
+  gather_text_ = "the all-gather of parameter group '" + name_ + "'";
+  reduce_text_ = "the reduce-scatter of the gradients of parameter group '" + name_ + "'";
 }
 
 torch::Tensor ParamGroup::make_shard(const torch::Tensor& member, const ParamLayout& layout) {
@@ -185,7 +190,7 @@ void ParamGroup::start_gather(const GatherWords& words) {
 
 std::vector<GatherWords> ParamGroup::finish_gather() {
   std::unique_ptr<Gather> gather = std::move(gather_);
-  std::vector<c10::DataPtr> bytes = gather->finish();
+  std::vector<c10::DataPtr> bytes = gather->finish(gather_text_);
   for (size_t i = 0; i < params_.size(); ++i) {
     if (auto storage = params_[i].storage.lock()) {
       static_cast<GatheredStorage*>(storage.get())->fill(std::move(bytes[i]));
@@ -246,11 +251,11 @@ void ParamGroup::finish_reduce() {
   std::vector<PendingReduce> pending = std::move(reduces_);
   reduces_.clear();
   for (PendingReduce& item : pending) {
-    Reduce::Result result = item.reduce->finish();
+    Reduce::Result result = item.reduce->finish(reduce_text_);
     TORCH_CHECK(result.agreed,
                 "ranks reduced gradients of different parameter groups in one step; "
                 "this rank reduced group '",
-                name(),
+                name_,
                 "'. Every rank must run backward through the "
                 "same wrapped modules, in the same order.");
     for (size_t i = 0; i < item.params.size(); ++i) {
@@ -301,6 +306,7 @@ void ParamGroup::poison_gradients() {
 }
 
 void ParamGroup::check_member(size_t index) const {
+  if (!kChecks) return;
   const Param& param = params_[index];
   const torch::Tensor member = param.lock_member();
   TORCH_CHECK(

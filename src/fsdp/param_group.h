@@ -94,7 +94,7 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   /// A parent was wrapped: the parameter has a longer name.
   void rename(size_t index, const std::string& name);
   /// Its parameters' names, for errors.
-  std::string name() const;
+  const std::string& name() const { return name_; }
   const DeviceMesh& mesh() const { return mesh_; }
   std::vector<Param>& params() { return params_; }
   const std::vector<Param>& params() const { return params_; }
@@ -118,7 +118,9 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   };
   torch::Tensor make_shard(const torch::Tensor& member, const ParamLayout& layout);
   void add_gradient(Param& param, torch::Tensor gradient);
+  void name_group();
 
+  std::string name_, gather_text_, reduce_text_;
   DeviceMesh mesh_;
   std::vector<Param> params_;
   std::unique_ptr<GroupComm> comm_;
