@@ -109,6 +109,10 @@ void Call::refuse(const at::Tensor& dtensor, const std::string& why) const {
     out << ". A parameter of a module wrapped by fully_shard: in forward use the module's member, "
            "which gathers itself, not parameters()";
   }
+  if (name().find("rnn") != std::string::npos || name().find("lstm") != std::string::npos ||
+      name().find("gru") != std::string::npos) {
+    out << ". A recurrent module reads its parameters anew in to(): call that before fully_shard";
+  }
   TORCH_CHECK_NOT_IMPLEMENTED(false, out.str());
   std::abort();
 }
