@@ -26,7 +26,9 @@
 namespace fsdp2 {
 
 struct FullyShardOptions {
-  /// 1-D. Not given: all ranks of the world (which is initialised from the environment if need be).
+  /// 1-D: shard over it. 2-D, with names: replicate over the first dimension, shard over the second
+  /// (HSDP); parameters become {Replicate, Shard(0)}. Not given: all ranks of the world (which is
+  /// initialised from the environment if need be).
   DeviceMesh mesh;
   /// Free the whole parameters after forward and gather them again in backward: less memory, one
   /// more all-gather. Not given: true, but false for a root (a module that no wrapped module
@@ -58,6 +60,13 @@ class FSDPModule {
   /// Frees the whole parameters of this module's own group; shards stay. No communication.
   void reshard();
   void set_reshard_after_forward(bool value, bool recurse = true);
+  /// True at first. False: backward leaves the parameters whole, until reshard(), for another pass.
+  void set_reshard_after_backward(bool value, bool recurse = true);
+  /// Gradient accumulation without communication. False: backward adds up whole gradients on each
+  /// rank, and those of `parameters()` stay as they are. True (at first): backward reduces what
+  /// there is. The same on all ranks. zero_grad() of the optimizer does not reach what has been
+  /// added up; a backward that fails drops it.
+  void set_requires_gradient_sync(bool value, bool recurse = true);
 
   /// Names of the parameters in this module's own group, as the wrapped module sees them.
   std::vector<std::string> parameter_names() const;
@@ -73,7 +82,7 @@ class FSDPModule {
 /// Shards every parameter below `module` that no earlier call has sharded, as one group, and moves
 /// parameters and buffers to the mesh's device. Wrap children before parents. Collective. Errors,
 /// before anything changes: the module was wrapped already; a parent was wrapped before its child;
-/// a parameter is aliased by a tensor outside; the mesh is not 1-D.
+/// a parameter is aliased by a tensor outside; the mesh is neither 1-D nor a named 2-D one.
 FSDPModule fully_shard(const std::shared_ptr<torch::nn::Module>& module,
                        const FullyShardOptions& options = {});
 /// Several modules as one group, e.g. the final norm and the output head.

@@ -42,13 +42,14 @@ std::vector<c10::DataPtr> allocate(const std::vector<ParamLayout>& layouts, c10:
 }
 
 struct Shared {
-  DeviceMesh mesh;
   std::vector<ParamLayout> layouts;
   ProcessGroup gather_group;
   ProcessGroup reduce_group;
-  c10::Device device;
-  int64_t world = 1;
-  int64_t rank = 0;
+  ProcessGroup replicate_group;  // null without replicas
+  c10::Device device = c10::kCPU;
+  int64_t world = 1;  // ranks that share one copy
+  int64_t rank = 0;   // among these
+  int64_t replicas = 1;
   Pieces gather_pieces;  // in bytes, after the words
 
   torch::Tensor whole(void* data, size_t param) const {
@@ -213,10 +214,13 @@ class CopyingReduce final : public Reduce {
     wait(work_, what);
     work_.reset();
     input_.reset();
+    if (shared_->replicate_group) {
+      wait(all_reduce(output_, ReduceOp::kSum, shared_->replicate_group), what);
+    }
     Result result;
     torch::Tensor words = output_.narrow(0, 0, words_).to(torch::kFloat).cpu();
     const float* word = words.const_data_ptr<float>();
-    const auto world = static_cast<float>(shared_->world);
+    const auto world = static_cast<float>(shared_->world * shared_->replicas);
     for (int bit = 0; kChecks && bit < kFingerprintBits; ++bit) {
       const float expected = ((fingerprint_ >> bit) & 1u) ? world : 0.0F;
       result.agreed = result.agreed && word[bit] == expected;
@@ -266,14 +270,18 @@ class CopyingReduce final : public Reduce {
 class CopyingComm final : public GroupComm {
  public:
   CopyingComm(const DeviceMesh& mesh, std::vector<ParamLayout> layouts)
-      : shared_(std::make_shared<Shared>(Shared{mesh,
-                                                std::move(layouts),
-                                                mesh.get_group(),
-                                                reduce_group_of(mesh, 0),
-                                                mesh.device(),
-                                                mesh.size(),
-                                                mesh.get_local_rank(),
-                                                {}})) {
+      : shared_(std::make_shared<Shared>()) {
+    const int64_t shard_dim = mesh.ndim() - 1;
+    shared_->layouts = std::move(layouts);
+    shared_->gather_group = mesh.get_group(shard_dim);
+    shared_->reduce_group = reduce_group_of(mesh, shard_dim);
+    shared_->device = mesh.device();
+    shared_->world = mesh.size(shard_dim);
+    shared_->rank = mesh.get_local_rank(shard_dim);
+    if (mesh.ndim() == 2 && mesh.size(0) > 1) {
+      shared_->replicate_group = reduce_group_of(mesh, 0);
+      shared_->replicas = mesh.size(0);
+    }
     for (const ParamLayout& layout : shared_->layouts) {
       Pieces& pieces = shared_->gather_pieces;
       pieces.offsets.push_back(pieces.total);
@@ -292,7 +300,8 @@ class CopyingComm final : public GroupComm {
   std::unique_ptr<Reduce> start_reduce(const std::vector<size_t>& params,
                                        const std::vector<torch::Tensor>& gradients,
                                        uint32_t fingerprint) override {
-    if (shared_->world == 1) return std::make_unique<LocalReduce>(*shared_, params, gradients);
+    if (shared_->world * shared_->replicas == 1)
+      return std::make_unique<LocalReduce>(*shared_, params, gradients);
     return std::make_unique<CopyingReduce>(shared_, params, gradients, fingerprint);
   }
 

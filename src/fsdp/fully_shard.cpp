@@ -7,6 +7,7 @@
 #include <fsdp2/fully_shard.h>
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -171,8 +172,14 @@ void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
 
 void check(const std::vector<ModulePtr>& modules, const DeviceMesh& mesh) {
   TORCH_CHECK(!modules.empty(), "fully_shard: no module was given");
-  TORCH_CHECK(mesh.ndim() == 1, "fully_shard: the mesh must be 1-D, but it is ", mesh.to_string(),
-              "; pass one of its dimensions, mesh[\"name\"]");
+  TORCH_CHECK(mesh.ndim() == 1 || mesh.ndim() == 2,
+              "fully_shard: the mesh must be 1-D, or 2-D to replicate over its first dimension and "
+              "shard over its second, but it is ",
+              mesh.to_string(), "; pass one or two of its dimensions, mesh[{\"a\", \"b\"}]");
+  TORCH_CHECK(mesh.ndim() == 1 || !mesh.mesh_dim_names().empty(),
+              "fully_shard: a 2-D mesh must name its dimensions, so that it is plain which one "
+              "replicates and which one shards: init_device_mesh(device, shape, {\"replicate\", "
+              "\"shard\"})");
   for (const ModulePtr& module : modules) {
     TORCH_CHECK(module, "fully_shard: a module is null");
     TORCH_CHECK(!wrapped_modules().find(*module), "fully_shard was called on this ", module->name(),
@@ -345,6 +352,19 @@ FSDPModule as_fsdp(const torch::nn::Module& module) {
   return FSDPModule(state);
 }
 
+namespace {
+
+/// `module` if it is wrapped, and with `recurse` every wrapped module below it.
+void for_each_wrapped(torch::nn::Module& module, bool recurse,
+                      const std::function<void(FSDPModule::Impl&)>& run) {
+  for (const auto& below : module.modules()) {
+    if (!recurse && below.get() != &module) continue;
+    if (State state = wrapped_modules().find(*below)) run(*state);
+  }
+}
+
+}  // namespace
+
 UnshardHandle FSDPModule::unshard(bool async_op) {
   const auto module = impl_->alive();
   auto group = impl_->group.lock();
@@ -366,13 +386,22 @@ void FSDPModule::reshard() {
 }
 
 void FSDPModule::set_reshard_after_forward(bool value, bool recurse) {
-  const auto module = impl_->alive();
-  for (const auto& below : module->modules()) {
-    State state = wrapped_modules().find(*below);
-    if (!state || (!recurse && below != module)) continue;
-    state->reshard_after_forward = value;
-    state->apply_reshard_after_forward();
-  }
+  for_each_wrapped(*impl_->alive(), recurse, [value](FSDPModule::Impl& state) {
+    state.reshard_after_forward = value;
+    state.apply_reshard_after_forward();
+  });
+}
+
+void FSDPModule::set_requires_gradient_sync(bool value, bool recurse) {
+  for_each_wrapped(*impl_->alive(), recurse, [value](FSDPModule::Impl& state) {
+    if (auto group = state.group.lock()) group->requires_gradient_sync = value;
+  });
+}
+
+void FSDPModule::set_reshard_after_backward(bool value, bool recurse) {
+  for_each_wrapped(*impl_->alive(), recurse, [value](FSDPModule::Impl& state) {
+    if (auto group = state.group.lock()) group->reshard_after_backward = value;
+  });
 }
 
 std::vector<std::string> FSDPModule::parameter_names() const {

@@ -87,7 +87,8 @@ class GroupComm {
                                                uint32_t fingerprint) = 0;
 };
 
-/// Copies through the mesh's process groups. With one rank nothing is sent.
+/// Copies through the mesh's process groups: shards over its last dimension; sums go over its first
+/// too if it has two. With one rank nothing is sent.
 std::unique_ptr<GroupComm> make_copying_comm(const DeviceMesh& mesh,
                                              std::vector<ParamLayout> layouts);
 

@@ -91,8 +91,10 @@ ParamLayout layout_of(const torch::Tensor& member, const std::string& name) {
   return layout;
 }
 
-Placements placements_of(const ParamLayout& layout) {
-  return {layout.replicated ? Replicate() : Shard(0)};
+Placements placements_of(const ParamLayout& layout, const DeviceMesh& mesh) {
+  Placements placements(static_cast<size_t>(mesh.ndim()), Replicate());
+  if (!layout.replicated) placements.back() = Shard(0);
+  return placements;
 }
 
 }  // namespace
@@ -163,11 +165,13 @@ torch::Tensor ParamGroup::make_shard(const torch::Tensor& member, const ParamLay
   at::NoGradGuard no_grad;
   torch::Tensor local = member.detach();
   if (!layout.replicated) {
-    const Chunk chunk = chunk_of(local.size(0), mesh_.size(), mesh_.get_local_rank());
+    const int64_t shard_dim = mesh_.ndim() - 1;
+    const Chunk chunk =
+        chunk_of(local.size(0), mesh_.size(shard_dim), mesh_.get_local_rank(shard_dim));
     local = local.narrow(0, chunk.offset, chunk.length);
   }
   local = local.to(mesh_.device()).clone(at::MemoryFormat::Contiguous);
-  torch::Tensor shard = make_dtensor(local, mesh_, placements_of(layout), layout.sizes);
+  torch::Tensor shard = make_dtensor(local, mesh_, placements_of(layout, mesh_), layout.sizes);
   shard.set_requires_grad(member.requires_grad());
   return shard;
 }
@@ -274,7 +278,7 @@ void ParamGroup::add_gradient(Param& param, torch::Tensor gradient) {
   at::NoGradGuard no_grad;
   torch::Tensor shard = param.shard;
   torch::Tensor incoming =
-      make_dtensor(gradient, mesh_, placements_of(param.layout), param.layout.sizes);
+      make_dtensor(gradient, mesh_, placements_of(param.layout, mesh_), param.layout.sizes);
   for (const auto& hook : torch::autograd::impl::hooks(shard)) {
     torch::autograd::variable_list passed = (*hook)({incoming});
     if (passed[0].defined()) incoming = passed[0];

@@ -105,8 +105,12 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   std::set<const ParamGroup*>
       ancestors;  // groups of modules that contain one of this group's modules
   bool reshard_after_forward = true;
-  bool kept_by_user = false;  // by unshard(), until reshard() or the end of backward
-  std::atomic<int> pins{0};   // ops running on the bytes right now
+  bool reshard_after_backward = true;
+  /// False: gradients stay whole, on this rank, and add up until a backward with true.
+  bool requires_gradient_sync = true;
+  bool owes_reduction = false;  // there was a backward without sync
+  bool kept_by_user = false;    // by unshard(), until reshard() or the end of backward
+  std::atomic<int> pins{0};     // ops running on the bytes right now
   std::set<size_t>
       touched;  // trainable parameters used with grad mode on since the last forward began
   std::set<size_t> arrived;  // of these, whose gradient is there in this backward

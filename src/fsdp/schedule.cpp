@@ -162,7 +162,10 @@ void Schedule::start_gather(ParamGroup& group) {
 
 void Schedule::plan_reduce(ParamGroup& group) {
   const auto planned = [&](const auto& other) { return other.get() == &group; };
-  if (group.trainable() && std::none_of(reduce_order_.begin(), reduce_order_.end(), planned)) {
+  if (!group.trainable()) return;
+  if (!group.requires_gradient_sync) {
+    group.owes_reduction = true;
+  } else if (std::none_of(reduce_order_.begin(), reduce_order_.end(), planned)) {
     reduce_order_.push_back(group.shared_from_this());
   }
 }
@@ -180,8 +183,9 @@ void Schedule::free_unrelated(const ParamGroup& group) {
   for (const auto& other : live_groups()) {
     if (other.get() == &group || other->kept_by_user) continue;
     const bool wrong_guess = other->gathering();
-    const bool done = other->unsharded() && other->reshard_after_forward &&
-                      group.ancestors.count(other.get()) == 0;
+    const bool kept =
+        !other->reshard_after_forward || (backward_ && !other->reshard_after_backward);
+    const bool done = other->unsharded() && !kept && group.ancestors.count(other.get()) == 0;
     if (wrong_guess || done) other->reshard();
   }
 }
@@ -209,6 +213,10 @@ void Schedule::begin_backward() {
   backward_ = token.get();
   for (auto weak = order_.rbegin(); weak != order_.rend(); ++weak) {
     if (auto group = weak->lock()) plan_reduce(*group);
+  }
+  // Gradients of earlier backwards, of groups that this one may not use.
+  for (const auto& group : live_groups()) {
+    if (group->owes_reduction) plan_reduce(*group);
   }
   queue_end_of_backward(std::move(token));
   prefetch();
@@ -256,6 +264,7 @@ void Schedule::issue_ready(bool flush) {
     finish_reduces();
     const auto fingerprint = static_cast<uint32_t>(group.id * 7919 + backwards_);
     group.start_reduce(fingerprint);
+    group.owes_reduction = false;
     reducing_.push_back(reduce_order_[reduce_cursor_]);
     ++reduce_cursor_;
   }
@@ -285,7 +294,7 @@ void Schedule::end_backward() {
   pass_.clear();
   for (const auto& group : live_groups()) {
     group->kept_by_user = false;
-    group->reshard();
+    if (group->reshard_after_backward) group->reshard();
   }
   if (!kChecks) return;
   for (const auto& check : checks_) check();
@@ -299,6 +308,7 @@ void Schedule::abandon_backward() {
   pass_.clear();
   for (const auto& group : live_groups()) {
     group->discard_gradients();
+    group->owes_reduction = false;
     group->kept_by_user = false;
     group->reshard();
   }
