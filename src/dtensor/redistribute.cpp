@@ -144,10 +144,6 @@ std::vector<bool> changing(const Spec& from, const Spec& to) {
   return changes;
 }
 
-int64_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-}
-
 bool has_shard(const Placements& placements, size_t begin, size_t end, int64_t dim) {
   for (size_t i = begin; i < end; ++i) {
     if (placements[i].is_shard(dim)) return true;
