@@ -65,12 +65,24 @@ void run_rule(Call& call) {
   call.refuse(first, "this op has no rule for shards");
 }
 
+/// What is written back from one view may not undo what the same op wrote elsewhere.
+void check_apart(const Call& call, const std::vector<at::Tensor>& targets) {
+  for (const at::Tensor& a : targets) {
+    for (const at::Tensor& b : targets) {
+      if (impl_of(a)->writes == impl_of(b)->writes && impl_of(a)->mirror != impl_of(b)->mirror) {
+        call.refuse(a, "one op would write a tensor and a view of its elements on several ranks");
+      }
+    }
+  }
+}
+
 void below(const c10::OperatorHandle& op, const dispatch::OpInfo& info, c10::DispatchKeySet,
            torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
   Call call{op, info, *stack};
   const bool records = c10::GradMode::is_enabled();
   std::vector<std::shared_ptr<Mirror>> written;
+  std::vector<at::Tensor> targets;
   dispatch::map_arguments(info, *stack, [&](const at::Tensor& tensor, size_t index) {
     if (is_dtensor(tensor)) {
       if (records) convert_gradients_of(tensor);
@@ -78,9 +90,11 @@ void below(const c10::OperatorHandle& op, const dispatch::OpInfo& info, c10::Dis
         update(*mirror);
         if (info.written[index]) written.push_back(mirror);
       }
+      if (info.written[index]) targets.push_back(tensor);
     }
     return std::optional<at::Tensor>();
   });
+  if (!written.empty()) check_apart(call, targets);
   run_rule(call);
   for (const auto& mirror : written) write_back(*mirror);
 }

@@ -35,6 +35,11 @@ void check_plain(const Call& call, const at::Tensor& plain, const at::Tensor& fi
                  bool recorded) {
   if (torch::autograd::get_current_graph_task_id() != -1) return;  // global, as gradients are
   if (written) call.refuse(first, "it would write to a plain tensor");
+  if (plain.requires_grad() && c10::GradMode::is_enabled()) {
+    call.refuse(first,
+                "a plain tensor that requires grad meets it; make it a DTensor "
+                "(distribute_tensor, DTensor::from_local) or detach() it");
+  }
   if (plain.numel() <= 1) return;
   if (!recorded && plain.sizes() == first.sizes()) return;
   std::ostringstream why;

@@ -162,6 +162,9 @@ TEST(Views, SayWhatTheyCannotDo) {
                 AllOf(HasSubstr("aten::view"), HasSubstr("width")));
     EXPECT_THAT(error_of([&] { parts[7]; }), HasSubstr("out of range"));
     EXPECT_THAT(error_of([&] { parts.view({3, 3}); }), HasSubstr("invalid"));
+    EXPECT_THAT(error_of([&] { torch::_foreach_add_({parts, parts[0]}, 1); }),
+                HasSubstr("one op would write"));
+    EXPECT_EQ(difference(full(parts), torch::ones({5, 2})), 0);
     const Tensor early = parts[0];
     DTensor(parts).to_local().add_(1);
     EXPECT_THAT(error_of([&] { early.sum(); }), HasSubstr("to_local()"));

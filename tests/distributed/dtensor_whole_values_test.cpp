@@ -277,6 +277,9 @@ TEST(WholeValues, PlainOperandsAreToSayThatTheyAreEqual) {
     }
     const DTensor same = distribute_tensor(x, mesh, {Replicate()});
     EXPECT_EQ(difference(full(torch::linear(same, w)), torch::full({3, 5}, 4.0)), 0);
+    const Tensor one = torch::ones({1}).requires_grad_();
+    EXPECT_THAT(error_of([&] { torch::linear(same, w.detach(), one); }),
+                HasSubstr("requires grad"));
     Tensor plain = torch::zeros({5, 5});
     EXPECT_THAT(error_of([&] { plain.addmm_(w.detach(), w.detach().t()); }),
                 HasSubstr("write to a plain tensor"));
