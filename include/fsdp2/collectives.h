@@ -32,6 +32,15 @@ Work reduce_scatter_single(const torch::Tensor& output, const torch::Tensor& inp
 Work all_reduce(const torch::Tensor& tensor, ReduceOp op, const ProcessGroup& group);
 /// `source` is a rank of the group.
 Work broadcast(const torch::Tensor& tensor, int source, const ProcessGroup& group);
+/// output [n] = this rank's n elements of the input [world * n] of `source`, a rank of the group.
+/// On other ranks `input` is undefined.
+Work scatter(const torch::Tensor& output, const torch::Tensor& input, int source,
+             const ProcessGroup& group);
+/// input [sum of input_splits]: to rank i its i-th run of input_splits[i] elements; output: what
+/// the ranks sent here, in their order. Elements sent and expected must agree.
+Work all_to_all_single(const torch::Tensor& output, const torch::Tensor& input,
+                       const std::vector<int64_t>& output_splits,
+                       const std::vector<int64_t>& input_splits, const ProcessGroup& group);
 Work barrier(const ProcessGroup& group);
 
 /// Blocks until the work is done (with CUDA: until the current stream waits for it). Error on
@@ -45,7 +54,8 @@ std::vector<std::string> all_gather_bytes(const std::string& bytes, const Proces
 /// What this process has sent since the last reset, by kind; for tests and reports. A group of one
 /// rank and empty tensors send nothing.
 struct CollectiveCounts {
-  int64_t all_gathers = 0, reduce_scatters = 0, all_reduces = 0, broadcasts = 0, others = 0;
+  int64_t all_gathers = 0, reduce_scatters = 0, all_reduces = 0, broadcasts = 0, scatters = 0,
+          all_to_alls = 0, others = 0;
   int64_t bytes = 0;  // of the largest tensor of each collective
 };
 CollectiveCounts collective_counts();

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <numeric>
 
 namespace fsdp2 {
 namespace {
@@ -222,6 +223,70 @@ Work broadcast(const torch::Tensor& tensor, int source, const ProcessGroup& grou
     c10d::BroadcastOptions options;
     options.rootRank = source;
     return backend.broadcast(tensors, options);
+  });
+}
+
+Work scatter(const torch::Tensor& output, const torch::Tensor& input, int source,
+             const ProcessGroup& group) {
+  const Call call("scatter", group);
+  call.check(output, "output");
+  TORCH_CHECK(source >= 0 && source < call.size(), call.name, call.where(), ": `source` is ",
+              source, ", outside 0 to ", call.size() - 1, " (it counts within the group)");
+  const bool sends = group->getRank() == source;
+  if (sends) {
+    call.check_pair(output, input);
+    TORCH_CHECK(input.numel() == call.size() * output.numel(), call.name, call.where(),
+                ": `input` has ", input.numel(), " elements; it needs ", call.size(), " x ",
+                output.numel(), " (group size x `output`)");
+  } else {
+    TORCH_CHECK(!input.defined(), call.name, call.where(), ": only rank ", source,
+                " of the group gives `input`; pass an undefined tensor");
+  }
+  if (call.size() == 1) copy_local(output, input);
+  if (call.size() == 1 || output.numel() == 0) return done();
+  count(&CollectiveCounts::scatters, sends ? input : output);
+  std::vector<at::Tensor> to = {as_bytes(output)};
+  std::vector<std::vector<at::Tensor>> from;
+  if (sends) from.push_back(as_bytes(input).chunk(call.size()));
+  std::vector<at::Tensor> kept = {output};
+  if (sends) kept.push_back(input);
+  return call.start(sends ? input : output, std::move(kept), [&](c10d::Backend& backend) {
+    c10d::ScatterOptions options;
+    options.rootRank = source;
+    return backend.scatter(to, from, options);
+  });
+}
+
+Work all_to_all_single(const torch::Tensor& output, const torch::Tensor& input,
+                       const std::vector<int64_t>& output_splits,
+                       const std::vector<int64_t>& input_splits, const ProcessGroup& group) {
+  const Call call("all_to_all_single", group);
+  call.check_pair(output, input);
+  const auto check_splits = [&](const char* what, const torch::Tensor& tensor,
+                                const std::vector<int64_t>& splits) {
+    const int64_t total = std::accumulate(splits.begin(), splits.end(), int64_t{0});
+    const bool negative =
+        std::any_of(splits.begin(), splits.end(), [](int64_t n) { return n < 0; });
+    TORCH_CHECK(
+        static_cast<int>(splits.size()) == call.size() && total == tensor.numel() && !negative,
+        call.name, call.where(), ": `", what, "_splits` are ", c10::IntArrayRef(splits),
+        "; they must be ", call.size(), " numbers of elements that add up to the ", tensor.numel(),
+        " of `", what, '`');
+  };
+  check_splits("output", output, output_splits);
+  check_splits("input", input, input_splits);
+  if (call.size() == 1) copy_local(output, input);
+  if (call.size() == 1) return done();
+  const at::Tensor& largest = input.numel() >= output.numel() ? input : output;
+  count(&CollectiveCounts::all_to_alls, largest);
+  const auto bytes = [&](std::vector<int64_t> splits) {
+    for (int64_t& split : splits) split *= static_cast<int64_t>(input.element_size());
+    return splits;
+  };
+  at::Tensor to = as_bytes(output), from = as_bytes(input);
+  std::vector<int64_t> received = bytes(output_splits), sent = bytes(input_splits);
+  return call.start(largest, {output, input}, [&](c10d::Backend& backend) {
+    return backend.alltoall_base(to, from, received, sent);
   });
 }
 

@@ -28,7 +28,8 @@ void set_source(Call& call) {
   if (self.dtype() != source.dtype() || self.sizes() != source.sizes()) {
     std::ostringstream why;
     why << "the values of a " << source.dtype() << " tensor of size " << source.sizes()
-        << " cannot be taken by a " << self.dtype() << " tensor of size " << self.sizes();
+        << " cannot be taken by a " << self.dtype() << " tensor of size " << self.sizes()
+        << ": give the whole values, or wrap this rank's part with DTensor::from_local";
     call.refuse(self, why.str());
   }
   const Target target{spec_of(self), Sizes(self.sizes().begin(), self.sizes().end())};
@@ -36,6 +37,12 @@ void set_source(Call& call) {
   announce_write(self);
   local_of(self).copy_(part);
   call.finish(self);
+}
+
+void changes_size(Call& call) {
+  const at::Tensor self = call.arg(0).toTensor();
+  call.refuse(self,
+              "it would change size or memory in place; make a new tensor, or copy_() values");
 }
 
 void to_copy(Call& call) {
@@ -54,11 +61,14 @@ void to_copy(Call& call) {
 }  // namespace
 
 RuleTable copy_rules() {
-  return {{"copy_", copy_into},
-          {"copy", copy_into},
-          {"clone", same_values},
-          {"_to_copy", to_copy},
-          {"set_.source_Tensor", set_source}};
+  RuleTable table = {{"copy_", copy_into},
+                     {"copy", copy_into},
+                     {"clone", same_values},
+                     {"_to_copy", to_copy},
+                     {"set_.source_Tensor", set_source}};
+  add_rules(table, changes_size,
+            "resize_ resize_as_ set_ squeeze_ unsqueeze_ t_ transpose_ as_strided_");
+  return table;
 }
 
 }  // namespace fsdp2::dtensor

@@ -1,6 +1,7 @@
 #include "dtensor/differentiable.h"
 
 #include "dtensor/call.h"
+#include "dtensor/mirror.h"
 #include "dtensor/redistribute.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -97,6 +98,7 @@ at::Tensor wrap_differentiably(const at::Tensor& local, const SpecPtr& spec,
 }
 
 at::Tensor unwrap_differentiably(const at::Tensor& tensor) {
+  update(tensor);
   const at::Tensor& local = local_of(tensor);
   at::Tensor result = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -116,6 +118,7 @@ at::Tensor unwrap_differentiably(const at::Tensor& tensor) {
 
 at::Tensor redistribute_differentiably(const at::Tensor& tensor, const SpecPtr& to) {
   const SpecPtr from = spec_of(tensor);
+  update(tensor);
   if (same(from, to)) return tensor;
   at::Tensor result = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;

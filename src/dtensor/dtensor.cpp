@@ -1,5 +1,6 @@
 #include "dtensor/differentiable.h"
 #include "dtensor/global_size.h"
+#include "dtensor/mirror.h"
 
 #include <fsdp2/dtensor.h>
 
@@ -38,11 +39,16 @@ const DeviceMesh& DTensor::device_mesh() const { return spec_of(*this)->mesh; }
 
 const Placements& DTensor::placements() const { return spec_of(*this)->placements; }
 
-torch::Tensor DTensor::to_local() const { return dtensor::unwrap_differentiably(*this); }
+torch::Tensor DTensor::to_local() const {
+  TORCH_CHECK_NOT_IMPLEMENTED(!dtensor::impl_of(*this)->mirror,
+                              "to_local() of a view whose elements lie on several ranks: no rank "
+                              "has a part of it. clone() it, or take full_tensor()");
+  return dtensor::unwrap_differentiably(*this);
+}
 
 torch::Tensor DTensor::full_tensor() const {
   const auto& spec = spec_of(*this);
-  if (spec->replicated) return to_local().clone();
+  if (spec->replicated) return dtensor::unwrap_differentiably(*this).clone();
   return dtensor::unwrap_differentiably(
       dtensor::redistribute_differentiably(*this, dtensor::all_replicate(*spec)));
 }
@@ -54,6 +60,7 @@ DTensor DTensor::redistribute(Placements placements) const {
 }
 
 std::string DTensor::to_string() const {
+  dtensor::update(*this);
   std::ostringstream out;
   out << "DTensor(local_tensor=" << local_part(*this)
       << ", device_mesh=" << device_mesh().to_string()

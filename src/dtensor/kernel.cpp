@@ -1,6 +1,7 @@
 // Where every op on a DTensor arrives: finds its rule and runs it.
 
 #include "dtensor/call.h"
+#include "dtensor/mirror.h"
 #include "dtensor/rules.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -20,9 +21,9 @@ using Rules = std::unordered_map<std::string, Rule>;
 
 Rules build_rules() {
   Rules rules;
-  for (const RuleTable& table :
-       {pointwise_rules(), copy_rules(), view_rules(), factory_rules(), reduction_rules(),
-        stacking_rules(), foreach_rules(), random_rules(), agreement_rules()}) {
+  for (const RuleTable& table : {pointwise_rules(), copy_rules(), view_rules(), factory_rules(),
+                                 reduction_rules(), stacking_rules(), foreach_rules(),
+                                 random_rules(), agreement_rules(), whole_value_rules()}) {
     for (const NamedRule& entry : table) {
       const bool fresh = rules.emplace("aten::" + entry.name, entry.rule).second;
       TORCH_INTERNAL_ASSERT(fresh, "two DTensor rules for ", entry.name);
@@ -53,27 +54,49 @@ class RuleCache {
 
 const RuleCache* cache = nullptr;
 
-void below(const c10::OperatorHandle& op, const dispatch::OpInfo& info, c10::DispatchKeySet,
-           torch::jit::Stack* stack) {
-  at::AutoDispatchBelowADInplaceOrView guard;
-  Call call{op, info, *stack};
-  if (c10::GradMode::is_enabled()) {
-    dispatch::map_arguments(info, *stack, [](const at::Tensor& tensor, size_t) {
-      if (is_dtensor(tensor)) convert_gradients_of(tensor);
-      return std::optional<at::Tensor>();
-    });
-  }
-  if (const Rule rule = cache->find(op)) {
-    rule(call);
-    return;
-  }
+void run_rule(Call& call) {
+  if (const Rule rule = cache->find(call.op)) return rule(call);
   if (run_replicated(call)) return;
   at::Tensor first;
-  dispatch::map_arguments(info, *stack, [&](const at::Tensor& tensor, size_t) {
+  dispatch::map_arguments(call.info, call.stack, [&](const at::Tensor& tensor, size_t) {
     if (!first.defined() && is_dtensor(tensor)) first = tensor;
     return std::optional<at::Tensor>();
   });
   call.refuse(first, "this op has no rule for shards");
+}
+
+/// What is written back from one view may not undo what the same op wrote elsewhere.
+void check_apart(const Call& call, const std::vector<at::Tensor>& targets) {
+  for (const at::Tensor& a : targets) {
+    for (const at::Tensor& b : targets) {
+      if (impl_of(a)->writes == impl_of(b)->writes && impl_of(a)->mirror != impl_of(b)->mirror) {
+        call.refuse(a, "one op would write a tensor and a view of its elements on several ranks");
+      }
+    }
+  }
+}
+
+void below(const c10::OperatorHandle& op, const dispatch::OpInfo& info, c10::DispatchKeySet,
+           torch::jit::Stack* stack) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  Call call{op, info, *stack};
+  const bool records = c10::GradMode::is_enabled();
+  std::vector<std::shared_ptr<Mirror>> written;
+  std::vector<at::Tensor> targets;
+  dispatch::map_arguments(info, *stack, [&](const at::Tensor& tensor, size_t index) {
+    if (is_dtensor(tensor)) {
+      if (records) convert_gradients_of(tensor);
+      if (const auto& mirror = impl_of(tensor)->mirror) {
+        update(*mirror);
+        if (info.written[index]) written.push_back(mirror);
+      }
+      if (info.written[index]) targets.push_back(tensor);
+    }
+    return std::optional<at::Tensor>();
+  });
+  if (!written.empty()) check_apart(call, targets);
+  run_rule(call);
+  for (const auto& mirror : written) write_back(*mirror);
 }
 
 }  // namespace
@@ -142,6 +165,7 @@ void register_dtensor() {
     interception.below = &dtensor::below;
     dtensor::cache = new dtensor::RuleCache;
     dispatch::intercept(interception);
+    dtensor::register_set_data();
   });
 }
 

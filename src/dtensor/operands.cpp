@@ -231,6 +231,17 @@ at::Tensor conform(const Call& call, const at::Tensor& operand, const Target& ta
 
 namespace {
 
+/// A Partial that shares its parts with no other tensor becomes what it reduces to.
+bool finish_in_place(const at::Tensor& tensor) {
+  DTensorImpl* impl = impl_of(tensor);
+  if (impl->local.use_count() > 1 || impl->local.storage().use_count() > 1) return false;
+  const at::Tensor value = local_of(finished(tensor)).clone();
+  impl->spec = without_partial(impl->spec);
+  impl->local = value;
+  impl->finished.reset();
+  return true;
+}
+
 /// A plain tensor may hold another value on each rank, as a batch does. Where that would become a
 /// wrong number without notice, in autograd or read next to a parameter, only what is told to be
 /// the same everywhere may meet shards. A gradient that backward hands on is.
@@ -274,15 +285,13 @@ void run_pointwise(Call& call, Linearity linearity) {
     }
   }
   if (written && !is_dtensor(*written)) return run_into_plain(call, operands, *written);
-  if (written && spec_of(*written)->partial) {
-    call.refuse(*written, "it would write to a tensor that is not reduced yet");
+  if (written && spec_of(*written)->partial && !finish_in_place(*written)) {
+    call.refuse(*written, "it would write to a tensor that is not reduced yet, and has aliases");
   }
   Target target;
   target.sizes = broadcast_size(call, operands);
   const at::Tensor* leader = leader_of(operands, target.sizes);
-  if (!leader) {
-    call.refuse(operands[0].tensor, "no DTensor among the operands has the size of the result");
-  }
+  if (!leader) return run_on_whole(call);  // a row times a column
   if (leader->sizes() != c10::IntArrayRef(target.sizes)) {
     std::ostringstream why;
     why << "a result of size " << c10::IntArrayRef(target.sizes) << " does not fit into it";

@@ -19,6 +19,11 @@ struct Target {
 /// sizes and remedy, for any other.
 at::Tensor conform(const Call& call, const at::Tensor& operand, const Target& target);
 
+/// The op on the whole values of its DTensors, which every rank gathers. What it gives is
+/// Replicate; what it writes stays in its layout. Plain operands must be 0-dim or of the first
+/// DTensor's size, but for those that backward hands on.
+void run_on_whole(Call& call);
+
 /// True for a plain tensor that is not a C++ number in disguise.
 inline bool is_plain_operand(const at::Tensor& tensor) {
   return !is_dtensor(tensor) && !tensor.unsafeGetTensorImpl()->is_wrapped_number();

@@ -6,9 +6,11 @@
 
 #include <ATen/ops/amax.h>
 #include <ATen/ops/amin.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 
+#include <numeric>
 #include <utility>
 
 namespace fsdp2::dtensor {
@@ -47,6 +49,34 @@ at::Tensor shard_to_replicate(const at::Tensor& local, const DeviceMesh& mesh, i
       gather_whole(padded(rows, chunk_of(extent, ranks, 0).length), mesh, mesh_dim);
   // Only trailing ranks are short, so padding lies at the end.
   return gathered.flatten(0, 1).narrow(0, 0, extent).movedim(0, dim).contiguous();
+}
+
+/// Split along `from` (of `extent` elements) to split along `to`: every rank sends each other what
+/// the two splits have in common.
+at::Tensor shard_to_shard(const at::Tensor& local, const DeviceMesh& mesh, int64_t mesh_dim,
+                          int64_t from, int64_t extent, int64_t to, int64_t own_rank) {
+  const int64_t ranks = mesh.size(mesh_dim);
+  std::vector<at::Tensor> sent;
+  std::vector<int64_t> sent_counts, counts;
+  std::vector<Sizes> sizes;
+  const Chunk own = chunk_of(local.size(to), ranks, own_rank);
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    const Chunk theirs = chunk_of(local.size(to), ranks, rank);
+    sent.push_back(local.narrow(to, theirs.offset, theirs.length).reshape({-1}));
+    sent_counts.push_back(sent.back().numel());
+    sizes.emplace_back(local.sizes().begin(), local.sizes().end());
+    sizes.back()[to] = own.length;
+    sizes.back()[from] = chunk_of(extent, ranks, rank).length;
+    counts.push_back(c10::multiply_integers(sizes.back()));
+  }
+  const at::Tensor input = at::cat(sent);
+  const at::Tensor output =
+      at::empty({std::accumulate(counts.begin(), counts.end(), int64_t{0})}, local.options());
+  wait(all_to_all_single(output, input, counts, sent_counts, mesh.get_group(mesh_dim)),
+       "all-to-all of a DTensor");
+  std::vector<at::Tensor> parts = output.split_with_sizes(counts);
+  for (int64_t rank = 0; rank < ranks; ++rank) parts[rank] = parts[rank].view(sizes[rank]);
+  return at::cat(parts, from);
 }
 
 at::Tensor all_reduced(const at::Tensor& local, const DeviceMesh& mesh, int64_t mesh_dim,
@@ -114,15 +144,23 @@ std::vector<bool> changing(const Spec& from, const Spec& to) {
   return changes;
 }
 
-int64_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
-}
-
 bool has_shard(const Placements& placements, size_t begin, size_t end, int64_t dim) {
   for (size_t i = begin; i < end; ++i) {
     if (placements[i].is_shard(dim)) return true;
   }
   return false;
+}
+
+/// May mesh dimension `i` split `dim` now: outer ones that split it do so already, inner ones do
+/// not yet.
+bool splits_next(const Spec& now, const Spec& to, int64_t i, int64_t dim) {
+  for (int64_t j = 0; j < i; ++j) {
+    const bool settled = now.placements[j] == to.placements[j];
+    if (!settled && (now.placements[j].is_shard(dim) || to.placements[j].is_shard(dim))) {
+      return false;
+    }
+  }
+  return !has_shard(now.placements, i + 1, now.placements.size(), dim);
 }
 
 }  // namespace
@@ -142,33 +180,30 @@ at::Tensor redistribute_local(const at::Tensor& local, c10::IntArrayRef sizes, c
     if (!changes[i] || now.placements[i].is_replicate()) continue;
     const Placement placement = now.placements[i];
     const Placement& target = to.placements[i];
+    // Straight into the split that is wanted, unless others of that dimension come first.
+    const bool straight = target.is_shard() && now.mesh.size(i) > 1 && value.dim() > 0 &&
+                          splits_next(now, to, i, target.dim());
     if (placement.is_shard()) {
       const int64_t dim = placement.dim();
       const int64_t extent = part_along(now, now.coordinate, dim, sizes[dim], i).length;
+      if (straight && !has_shard(now.placements, i + 1, count, dim) && dim != target.dim()) {
+        value = shard_to_shard(value, now.mesh, i, dim, extent, target.dim(), now.coordinate[i]);
+        now.placements[i] = target;
+        continue;
+      }
       value = shard_to_replicate(value, now.mesh, i, dim, extent);
       now.placements[i] = Replicate();
       continue;
     }
     const bool linear = placement.reduce_op() == "sum" || placement.reduce_op() == "avg";
-    if (target.is_shard() && linear && now.mesh.size(i) > 1) {
+    if (straight && linear) {
       const int64_t dim = target.dim();
-      const bool outer_settled = [&] {
-        for (int64_t j = 0; j < i; ++j) {
-          if (now.placements[j] != to.placements[j] &&
-              (now.placements[j].is_shard(dim) || to.placements[j].is_shard(dim))) {
-            return false;
-          }
-        }
-        return true;
-      }();
-      if (outer_settled && !has_shard(now.placements, i + 1, count, dim)) {
-        const Chunk own = chunk_of(value.size(dim), now.mesh.size(i), now.coordinate[i]);
-        value = partial_to_shard(value, now.mesh, i,
-                                 placement.reduce_op() == "avg" ? ReduceOp::kAvg : ReduceOp::kSum,
-                                 dim, own);
-        now.placements[i] = target;
-        continue;
-      }
+      const Chunk own = chunk_of(value.size(dim), now.mesh.size(i), now.coordinate[i]);
+      value = partial_to_shard(value, now.mesh, i,
+                               placement.reduce_op() == "avg" ? ReduceOp::kAvg : ReduceOp::kSum,
+                               dim, own);
+      now.placements[i] = target;
+      continue;
     }
     value = partial_to_replicate(value, now.mesh, i, placement);
     now.placements[i] = Replicate();

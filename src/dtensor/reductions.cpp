@@ -1,5 +1,6 @@
 // Reductions: each rank reduces its part, and what spans ranks is left as a Partial.
 
+#include "dtensor/operands.h"
 #include "dtensor/redistribute.h"
 #include "dtensor/rules.h"
 
@@ -89,7 +90,10 @@ bool all_linear(const Spec& spec) {
 /// that leaves nothing sharded, the op itself is right.
 bool begin(Call& call, at::Tensor& self, bool linear = false) {
   self = call.arg(0).toTensor();
-  if (call.info.mutates) call.refuse(self, "out= is not supported");
+  if (call.info.mutates) {  // out=
+    run_on_whole(call);
+    return true;
+  }
   if (!linear || !all_linear(*spec_of(self))) self = finished(self);
   if (!spec_of(self)->replicated) return false;
   call.arg(0) = self;
@@ -132,6 +136,11 @@ void mean(Call& call) {
       at::sum(local_of(self), reduced.dims, reduced.keepdim, dtype).div_(count), Partial("sum"));
 }
 
+/// Distance: the norm of the difference.
+void distance(Call& call) {
+  call.finish(at::norm(call.arg(0).toTensor() - call.arg(1).toTensor(), call.arg(2).toScalar()));
+}
+
 /// What a rank without elements says in a maximum (sign +1) or minimum (-1).
 at::Scalar neutral(at::ScalarType dtype, int sign) {
   if (at::isFloatingType(dtype)) return -sign * kInfinity;
@@ -171,17 +180,17 @@ void product(Call& call) {
   end(call, self, reduced, run_on(call, local_of(self)), Partial("product"));
 }
 
-/// max.dim, min.dim: values and indices, along a dimension that every rank has whole.
-void along_whole_dim(Call& call) {
+/// Ops along one dimension: on parts where every rank has the whole of it, else on whole values.
+void along_dim(Call& call) {
+  const at::Tensor given = call.arg(0).toTensor();
+  const auto index = call.find("dim");
+  const bool cut =
+      !index || !call.arg(*index).isInt() || given.dim() == 0 || call.info.mutates ||
+      shards(*spec_of(given), at::maybe_wrap_dim(call.arg(*index).toInt(), given.dim()));
+  if (cut) return run_on_whole(call);
   at::Tensor self;
   if (begin(call, self)) return;
   const Reduced reduced = reduced_dims(call, self.dim());
-  for (int64_t dim : reduced.dims) {
-    if (shards(*spec_of(self), dim)) {
-      call.refuse(self,
-                  "it needs the whole of dimension " + std::to_string(dim) + ", which is sharded");
-    }
-  }
   const SpecPtr spec = reduced_spec(spec_of(self), reduced, Replicate());
   const Sizes sizes = without(self.sizes(), reduced);
   call.arg(0) = local_of(self);
@@ -226,8 +235,14 @@ RuleTable reduction_rules() {
           {"amax", extremum<1>},
           {"min", extremum<-1>},
           {"amin", extremum<-1>},
-          {"max.dim", along_whole_dim},
-          {"min.dim", along_whole_dim},
+          {"max.dim", along_dim},
+          {"min.dim", along_dim},
+          {"argmax", along_dim},
+          {"argmin", along_dim},
+          {"kthvalue", along_dim},
+          {"median.dim", along_dim},
+          {"mode", along_dim},
+          {"dist", distance},
           {"any", logical<1>},
           {"all", logical<-1>},
           {"prod", product},

@@ -34,6 +34,11 @@ bool run_replicated(Call& call) {
     return std::optional<at::Tensor>(local_of(tensor));
   });
   call.run();
+  for (const at::Tensor& dtensor : dtensors) {
+    if (local_of(dtensor).sizes() != dtensor.sizes()) {
+      call.refuse(dtensor, "it changed the size of what it writes");
+    }
+  }
   dispatch::map_returns(call.info, call.stack, [&](const at::Tensor& result) {
     for (const at::Tensor& dtensor : dtensors) {
       if (result.is_same(local_of(dtensor))) return std::optional<at::Tensor>(dtensor);

@@ -30,5 +30,9 @@ RuleTable stacking_rules();
 RuleTable foreach_rules();
 RuleTable random_rules();
 RuleTable agreement_rules();
+RuleTable whole_value_rules();
+
+/// What set_data asks, which is no op with a kernel of its own.
+void register_set_data();
 
 }  // namespace fsdp2::dtensor

@@ -1,10 +1,12 @@
 // stack and cat.
 
+#include "dtensor/operands.h"
 #include "dtensor/redistribute.h"
 #include "dtensor/rules.h"
 
 #include <ATen/WrapDimUtils.h>
 #include <ATen/ops/stack.h>
+#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 
@@ -47,6 +49,17 @@ void stack_scalars(Call& call, const std::vector<at::Tensor>& tensors) {
   call.finish(one_mesh ? wrap(stacked, spec_of(dtensors[0]), stacked.sizes()) : stacked);
 }
 
+/// Tensors that do not lie alike, or are joined along a sharded dimension: of whole values.
+void join_whole(Call& call, const std::vector<at::Tensor>& tensors) {
+  const bool plain = !std::all_of(tensors.begin(), tensors.end(), is_dtensor);
+  if (plain && torch::autograd::get_current_graph_task_id() == -1) {
+    call.refuse(first_dtensor(tensors),
+                "it joins DTensors and plain tensors, which are different layouts: make those "
+                "DTensors with distribute_tensor");
+  }
+  run_on_whole(call);
+}
+
 void stack(Call& call) {
   const std::vector<at::Tensor> tensors = call.arg(0).toTensorVector();
   const bool same_layout = alike(tensors);
@@ -54,7 +67,7 @@ void stack(Call& call) {
     const bool scalars = std::all_of(tensors.begin(), tensors.end(),
                                      [](const at::Tensor& tensor) { return tensor.dim() == 0; });
     if (scalars) return stack_scalars(call, tensors);
-    call.refuse(first_dtensor(tensors), "it stacks tensors of different layouts");
+    return join_whole(call, tensors);
   }
   const int64_t at = at::maybe_wrap_dim(call.arg(1).toInt(), tensors[0].dim() + 1);
   std::vector<int64_t> sizes = tensors[0].sizes().vec();
@@ -72,10 +85,7 @@ void cat(Call& call) {
   const std::vector<at::Tensor> tensors = call.arg(0).toTensorVector();
   const at::Tensor first = first_dtensor(tensors);
   const int64_t dim = at::maybe_wrap_dim(call.arg(1).toInt(), first.dim());
-  if (!alike(tensors)) call.refuse(first, "it joins tensors of different layouts");
-  if (shards(*spec_of(first), dim)) {
-    call.refuse(first, "it joins along dimension " + std::to_string(dim) + ", which is sharded");
-  }
+  if (!alike(tensors) || shards(*spec_of(first), dim)) return join_whole(call, tensors);
   std::vector<int64_t> sizes = first.sizes().vec();
   sizes[dim] = 0;
   for (const at::Tensor& tensor : tensors) sizes[dim] += tensor.size(dim);

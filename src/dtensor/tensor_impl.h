@@ -19,14 +19,18 @@ struct Finished {
   int64_t version = 0;  // of the local part when it was reduced
 };
 
+struct Mirror;  // see mirror.h
+
 struct DTensorImpl : c10::TensorImpl {
   DTensorImpl(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes);
 
   at::Tensor local;  // without autograd history
   SpecPtr spec;
   std::weak_ptr<WriteObserver> observer;
-  std::shared_ptr<Finished> finished;       // of Partials
-  std::atomic<bool> converts_grad = false;  // see autograd.h
+  std::shared_ptr<Finished> finished;            // of Partials
+  std::shared_ptr<Mirror> mirror;                // of a view of elements that lie on several ranks
+  std::shared_ptr<std::atomic<int64_t>> writes;  // by ops on DTensors; shared by aliases
+  std::atomic<bool> converts_grad = false;       // see autograd.h
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
                                                          bool allow_change) const override;
@@ -40,6 +44,10 @@ inline DTensorImpl* impl_of(const at::Tensor& tensor) {
   return static_cast<DTensorImpl*>(tensor.unsafeGetTensorImpl());
 }
 inline const at::Tensor& local_of(const at::Tensor& tensor) { return impl_of(tensor)->local; }
+/// What writes around DTensor ops change, through to_local().
+inline int64_t version_of(const at::Tensor& local) {
+  return local.is_inference() ? 0 : static_cast<int64_t>(local._version());
+}
 inline const SpecPtr& spec_of(const at::Tensor& tensor) { return impl_of(tensor)->spec; }
 
 /// A new DTensor around `local`. Of an alias, `source` passes its write observer on.

@@ -1,5 +1,7 @@
-// Aliases of a DTensor that keep every element on its rank.
+// Aliases of a DTensor. Where elements stay on their ranks, views of local parts; else of the
+// whole.
 
+#include "dtensor/mirror.h"
 #include "dtensor/rules.h"
 
 #include <ATen/InferSize.h>
@@ -7,7 +9,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <sstream>
 
 namespace fsdp2::dtensor {
 namespace {
@@ -16,7 +17,10 @@ void same_size(Call& call) {
   const at::Tensor self = call.arg(0).toTensor();
   call.arg(0) = local_of(self);
   call.run();
-  call.stack.back() = wrap_alias(call.stack.back().toTensor(), spec_of(self), self.sizes(), self);
+  const at::Tensor result =
+      wrap_alias(call.stack.back().toTensor(), spec_of(self), self.sizes(), self);
+  impl_of(result)->set_sizes_and_strides(self.sizes(), self.strides());
+  call.stack.back() = result;
 }
 
 /// Runs the view on the local part with `sizes` cut to the layout, where the layout allows it.
@@ -40,12 +44,11 @@ void view(Call& call) {
   if (self.sizes() == c10::IntArrayRef(wanted)) {
     return call.finish(wrap_alias(local_of(self).alias(), spec, self.sizes(), self));
   }
-  for (const Placement& placement : spec->placements) {
-    if (!placement.is_shard() || aligned(placement.dim()) >= 0) continue;
-    std::ostringstream why;
-    why << "a view of size " << c10::IntArrayRef(wanted) << " would move elements between ranks";
-    call.refuse(self, why.str());
-  }
+  const bool moves = std::any_of(spec->placements.begin(), spec->placements.end(),
+                                 [&](const Placement& placement) {
+                                   return placement.is_shard() && aligned(placement.dim()) < 0;
+                                 });
+  if (moves) return view_of_whole(call, wanted);
   const SpecPtr out = map_shards(spec, aligned);
   call.finish(wrap_alias(local_of(self).view(local_sizes(*out, wanted)), out, wanted, self));
 }
@@ -57,9 +60,7 @@ void expand(Call& call) {
   for (int64_t i = 0; i < self.dim(); ++i) {
     int64_t& extent = wanted[i + added];
     if (extent == -1) extent = self.size(i);
-    if (extent != self.size(i) && shards(*spec_of(self), i)) {
-      call.refuse(self, "the sharded dimension would be expanded");
-    }
+    if (extent != self.size(i) && shards(*spec_of(self), i)) return view_of_whole(call);
   }
   const SpecPtr out = map_shards(spec_of(self), [&](int64_t dim) { return dim + added; });
   call.arg(0) = local_of(self);
@@ -71,14 +72,19 @@ void expand(Call& call) {
 /// Ops that reorder dimensions: `order[i]` is the old place of new dimension i.
 void reorder(Call& call, const std::vector<int64_t>& order) {
   const at::Tensor self = call.arg(0).toTensor();
-  std::vector<int64_t> sizes(order.size());
-  for (size_t i = 0; i < order.size(); ++i) sizes[i] = self.size(order[i]);
+  std::vector<int64_t> sizes, strides;
+  for (const int64_t dim : order) {
+    sizes.push_back(self.size(dim));
+    strides.push_back(self.stride(dim));  // not the local part's: those of one row are ambiguous
+  }
   const SpecPtr out = map_shards(spec_of(self), [&](int64_t dim) {
     return std::find(order.begin(), order.end(), dim) - order.begin();
   });
   call.arg(0) = local_of(self);
   call.run();
-  call.stack.back() = wrap_alias(call.stack.back().toTensor(), out, sizes, self);
+  const at::Tensor result = wrap_alias(call.stack.back().toTensor(), out, sizes, self);
+  impl_of(result)->set_sizes_and_strides(sizes, strides);
+  call.stack.back() = result;
 }
 
 std::vector<int64_t> identity(int64_t ndim) {
@@ -123,13 +129,55 @@ void unsqueeze(Call& call) {
   call.stack.back() = wrap_alias(call.stack.back().toTensor(), out, sizes, self);
 }
 
-/// Cuts along one dimension: only where every rank has the whole of it.
+void squeeze(Call& call) {
+  const at::Tensor self = call.arg(0).toTensor();
+  std::vector<int64_t> dropped;
+  const auto drop = [&](int64_t dim) {
+    if (self.dim() == 0) return;
+    dim = at::maybe_wrap_dim(dim, self.dim());
+    if (self.size(dim) == 1) dropped.push_back(dim);
+  };
+  if (call.info.arguments == 1) {
+    for (int64_t dim = 0; dim < self.dim(); ++dim) drop(dim);
+  } else if (call.arg(1).isInt()) {
+    drop(call.arg(1).toInt());
+  } else {
+    for (const int64_t dim : call.arg(1).toIntVector()) drop(dim);
+  }
+  std::vector<int64_t> sizes, kept(self.dim(), -1);
+  for (int64_t dim = 0; dim < self.dim(); ++dim) {
+    if (std::find(dropped.begin(), dropped.end(), dim) == dropped.end()) {
+      kept[dim] = static_cast<int64_t>(sizes.size());
+      sizes.push_back(self.size(dim));
+    } else if (shards(*spec_of(self), dim)) {
+      return view_of_whole(call);
+    }
+  }
+  const SpecPtr out = map_shards(spec_of(self), [&](int64_t dim) { return kept[dim]; });
+  call.finish(wrap_alias(local_of(self).squeeze(dropped), out, sizes, self));
+}
+
+/// Another dtype of the same width.
+void view_as_dtype(Call& call) {
+  const at::Tensor self = call.arg(0).toTensor();
+  const auto dtype = call.arg(1).toScalarType();
+  if (static_cast<int64_t>(c10::elementSize(dtype)) != self.element_size()) {
+    call.refuse(self, "a view as a dtype of another width would change the size");
+  }
+  call.finish(wrap_alias(local_of(self).view(dtype), spec_of(self), self.sizes(), self));
+}
+
+void as_strided(Call& call) {
+  call.refuse(call.arg(0).toTensor(),
+              "parts have no common memory to stride over (backward of an in-place op on a view "
+              "needs it: write `x = op(x)` instead)");
+}
+
+/// Cuts along one dimension.
 void cut(Call& call) {
   const at::Tensor self = call.arg(0).toTensor();
   const int64_t dim = at::maybe_wrap_dim(call.arg(*call.find("dim")).toInt(), self.dim());
-  if (shards(*spec_of(self), dim)) {
-    call.refuse(self, "it would cut along dimension " + std::to_string(dim) + ", which is sharded");
-  }
+  if (shards(*spec_of(self), dim)) return view_of_whole(call);
   const bool drops =
       call.op.schema().name() == "aten::select" || call.op.schema().name() == "aten::unbind";
   const SpecPtr out =
@@ -160,7 +208,10 @@ RuleTable view_rules() {
           {"transpose.int", transpose}, {"permute", permute},
           {"unsqueeze", unsqueeze},     {"slice.Tensor", cut},
           {"select.int", cut},          {"split.Tensor", cut},
-          {"split_with_sizes", cut},    {"unbind.int", cut}};
+          {"split_with_sizes", cut},    {"unbind.int", cut},
+          {"squeeze", squeeze},         {"diagonal", view_of_whole},
+          {"unfold", view_of_whole},    {"view.dtype", view_as_dtype},
+          {"as_strided", as_strided}};
 }
 
 }  // namespace fsdp2::dtensor

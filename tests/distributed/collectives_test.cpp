@@ -9,6 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <string>
+#include <vector>
 
 namespace fsdp2 {
 namespace {
@@ -242,6 +243,66 @@ TEST(CollectiveFailures, ARankThatDiesIsAnErrorOnTheOthers) {
     EXPECT_THAT(error, AllOf(HasSubstr("all_reduce of 3 x Float in group 'world'"),
                              HasSubstr("failed after")));
     EXPECT_LT(std::chrono::steady_clock::now() - started, std::chrono::seconds(5));
+  });
+}
+
+TEST_P(Collectives, ScatterSendsEachRankItsPart) {
+  const int world = GetParam();
+  on_ranks(world, [world](int rank) {
+    for (const auto type : {at::kFloat, at::kBFloat16, at::kBool, at::kComplexFloat}) {
+      for (int source = 0; source < world; ++source) {
+        const auto input = contribution(source, world * 5, type);
+        const auto output = torch::zeros({5}, at::kFloat).to(type);
+        wait(scatter(output, rank == source ? input : torch::Tensor(), source, world_group()));
+        EXPECT_TRUE(output.to(at::kComplexDouble)
+                        .equal(input.slice(0, rank * 5, rank * 5 + 5).to(at::kComplexDouble)));
+      }
+    }
+    reset_collective_counts();
+    const auto none = torch::zeros({0});
+    wait(scatter(none, rank == 0 ? none : torch::Tensor(), 0, world_group()));
+    EXPECT_EQ(collective_counts().scatters, 0);
+    const auto own = torch::zeros({2});
+    EXPECT_THAT(error_of([&] { scatter(own, torch::zeros({5}), rank, world_group()); }),
+                AllOf(HasSubstr("scatter"), HasSubstr("it needs")));
+    EXPECT_THAT(error_of([&] { scatter(own, own, world, world_group()); }), HasSubstr("`source`"));
+    if (world > 1) {
+      EXPECT_THAT(error_of([&] { scatter(own, own, (rank + 1) % world, world_group()); }),
+                  HasSubstr("gives `input`"));
+    }
+  });
+}
+
+TEST_P(Collectives, AllToAllExchangesUnevenRuns) {
+  const int world = GetParam();
+  on_ranks(world, [world](int rank) {
+    // Rank r sends r + 2 * other elements to the other; some send and some get nothing.
+    for (const bool sparse : {false, true}) {
+      const auto amount = [&](int from, int to) {
+        return sparse ? (from == 0 && to == world - 1 ? 3 : 0) : from + 2 * to;
+      };
+      for (const auto type : {at::kFloat, at::kHalf, at::kBool, at::kComplexDouble}) {
+        std::vector<int64_t> sent, received;
+        std::vector<torch::Tensor> input, expected;
+        for (int other = 0; other < world; ++other) {
+          sent.push_back(amount(rank, other));
+          received.push_back(amount(other, rank));
+          input.push_back(torch::full({sent.back()}, 10 * rank + other).to(type));
+          expected.push_back(torch::full({received.back()}, 10 * other + rank).to(type));
+        }
+        const auto wanted = torch::cat(expected);
+        const auto output = torch::zeros_like(wanted);
+        wait(all_to_all_single(output, torch::cat(input), received, sent, world_group()));
+        EXPECT_TRUE(output.to(at::kComplexDouble).equal(wanted.to(at::kComplexDouble)));
+      }
+    }
+    const auto tensor = torch::zeros({world});
+    const std::vector<int64_t> ones(world, 1), twos(world, 2);
+    EXPECT_THAT(error_of([&] { all_to_all_single(tensor, tensor, ones, twos, world_group()); }),
+                AllOf(HasSubstr("all_to_all_single"), HasSubstr("input_splits")));
+    EXPECT_THAT(
+        error_of([&] { all_to_all_single(tensor, tensor, {1, 2, 3, 4, 5}, ones, world_group()); }),
+        HasSubstr("output_splits"));
   });
 }
 

@@ -6,6 +6,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <gtest/gtest.h>
 #include <vector>
 
@@ -211,6 +212,67 @@ TEST(Distribute, TheFirstRanksDataCounts) {
                                    {Shard(0), Shard(0)}),
                  c10::TypeError);
   });
+}
+
+TEST(Redistribute, BetweenShardsMovesPartsOnly) {
+  for (int world : {2, 3, 4}) {
+    testing::on_ranks(world, [&](int) {
+      const DeviceMesh mesh = init_device_mesh("cpu", {world});
+      const Tensor whole = torch::arange(35).view({7, 5}).to(torch::kFloat);
+      const DTensor start = chunk_tensor(whole, mesh, {Shard(0)});
+      reset_collective_counts();
+      const DTensor moved = start.redistribute({Shard(1)});
+      const CollectiveCounts counts = collective_counts();
+      EXPECT_EQ(counts.all_to_alls, 1);
+      EXPECT_EQ(counts.all_gathers + counts.all_reduces + counts.broadcasts + counts.others, 0);
+      const int64_t larger = std::max(start.to_local().nbytes(), moved.to_local().nbytes());
+      EXPECT_EQ(counts.bytes, larger) << "more than the larger part";
+      EXPECT_TRUE(torch::equal(moved.full_tensor(), whole));
+    });
+  }
+  testing::on_ranks(4, [](int) {
+    const DeviceMesh mesh = init_device_mesh("cpu", {2, 2});
+    const Tensor whole = torch::arange(105).view({7, 5, 3});
+    const DTensor start = chunk_tensor(whole, mesh, {Shard(0), Shard(1)});
+    for (const Placements& to :
+         {Placements{Shard(0), Shard(2)}, {Shard(2), Shard(1)}, {Replicate(), Shard(2)}}) {
+      reset_collective_counts();
+      const DTensor moved = start.redistribute(to);
+      EXPECT_EQ(collective_counts().all_to_alls, 1) << to_string(to);
+      EXPECT_TRUE(torch::equal(moved.to_local(), own_part(whole, mesh, to)));
+    }
+  });
+}
+
+TEST(Redistribute, BetweenShardsIsDifferentiable) {
+  testing::on_ranks(3, [](int) {
+    const DeviceMesh mesh = init_device_mesh("cpu", {3});
+    const Tensor whole = torch::randn({7, 5});
+    Tensor leaf = chunk_tensor(whole, mesh, {Shard(0)}).requires_grad_();
+    const DTensor moved = DTensor(leaf).redistribute({Shard(1)});
+    (moved * moved).sum().backward();
+    EXPECT_EQ(DTensor(leaf.grad()).placements(), Placements{Shard(0)});
+    EXPECT_TRUE(
+        torch::equal(DTensor(leaf.grad()).full_tensor(), DTensor(leaf.detach() * 2).full_tensor()));
+  });
+}
+
+TEST(Distribute, SendsPartsOnly) {
+  for (int world : {2, 3, 4}) {
+    testing::on_ranks(world, [&](int rank) {
+      const DeviceMesh mesh = init_device_mesh("cpu", {world});
+      const Tensor whole = torch::arange(70).view({7, 10}).to(torch::kFloat);
+      reset_collective_counts();
+      const DTensor made = distribute_tensor(whole, mesh, {Shard(0)});
+      const CollectiveCounts counts = collective_counts();
+      EXPECT_EQ(counts.scatters, 1);
+      EXPECT_EQ(counts.broadcasts + counts.all_gathers, 0);
+      const int64_t chunk = (7 + world - 1) / world * 10 * 4;
+      EXPECT_EQ(counts.bytes, rank == 0 ? chunk * world : chunk);
+      EXPECT_EQ(made.to_local().storage().nbytes(), static_cast<size_t>(chunk))
+          << "a part keeps more than itself alive";
+    });
+  }
 }
 
 }  // namespace

@@ -88,6 +88,42 @@ TEST(FromLocal, GathersUnevenSizes) {
   });
 }
 
+TEST(FromLocal, UnevenPartsAreOneTensor) {
+  testing::on_ranks(4, [](int rank) {
+    const DeviceMesh mesh = init_device_mesh("cpu", {4});
+    const Tensor whole = torch::arange(20).view({10, 2}).to(torch::kFloat);
+    const Tensor local = whole.narrow(0, 3 * rank, rank < 3 ? 3 : 1).clone();
+    const DTensor made = DTensor::from_local(local, mesh, {Shard(0)});
+    const auto same = [](const Tensor& result, const Tensor& expected) {
+      EXPECT_EQ(result.sizes(), expected.sizes());
+      EXPECT_TRUE(torch::allclose(DTensor(result).full_tensor(), expected)) << expected;
+    };
+    same(made.sum(), whole.sum());
+    same(made.sum(0), whole.sum(0));
+    same(made.max(), whole.max());
+    same(made.min(), whole.min());
+    same(made.norm(), whole.norm());
+    same(made.norm(1), whole.norm(1));
+    same(made.mean(), whole.mean());
+    same(made.mean(0), whole.mean(0));
+    same(made.std(), whole.std());
+    same(made.view({10, 1, 2}), whole.view({10, 1, 2}));
+    same(made.view({5, 4}), whole.view({5, 4}));
+    same(made.view(-1), whole.view(-1));
+    same(made.t(), whole.t());
+    same(made[9], whole[9]);
+    made.mul_(2);
+    same(made, whole * 2);
+  });
+  testing::on_ranks(4, [](int) {
+    const DeviceMesh mesh = init_device_mesh("cpu", {4});
+    const Tensor whole = torch::arange(96).view({12, 8});
+    const DTensor parts = chunk_tensor(whole, mesh, {Shard(1)});
+    EXPECT_TRUE(torch::equal(DTensor(parts.view({16, 6})).full_tensor(), whole.view({16, 6})));
+    EXPECT_EQ(DTensor(parts.view({3, 4, 8})).placements(), Placements{Shard(2)});
+  });
+}
+
 TEST(FromLocal, WrongSizesNameTheRank) {
   testing::on_ranks(4, [](int rank) {
     const DeviceMesh mesh = init_device_mesh("cpu", {4});
@@ -175,7 +211,7 @@ TEST(DTensor, ModuleConversionsWork) {
     EXPECT_EQ(DTensor(parameter.grad()).full_tensor().sum().item<double>(), 0);
     net.zero_grad();
     EXPECT_FALSE(parameter.grad().defined());
-    EXPECT_THROW(parameter.set_data(torch::ones({3, 2})), c10::Error);
+    EXPECT_THROW(parameter.set_data(torch::ones({2, 3}, torch::kDouble)), c10::Error);
   });
 }
 

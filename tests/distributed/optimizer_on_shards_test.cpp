@@ -34,8 +34,12 @@ std::vector<Case> cases() {
   return {
       {"SGD", maker<SGD>(SGDOptions(0.1))},
       {"SGD momentum", maker<SGD>(SGDOptions(0.1).momentum(0.9).dampening(0.1).weight_decay(0.01))},
+      {"SGD dampening", maker<SGD>(SGDOptions(0.1).momentum(0.5).dampening(0.5))},
       {"SGD nesterov", maker<SGD>(SGDOptions(0.1).momentum(0.9).nesterov(true))},
       {"Adam amsgrad", maker<Adam>(AdamOptions(0.1).amsgrad(true).weight_decay(0.01))},
+      {"Adam", maker<Adam>(AdamOptions(0.1))},
+      {"AdamW amsgrad", maker<AdamW>(AdamWOptions(0.1).amsgrad(true))},
+      {"RMSprop", maker<RMSprop>(RMSpropOptions(0.01))},
       {"AdamW", maker<AdamW>(AdamWOptions(0.1).weight_decay(0.1))},
       {"RMSprop centered",
        maker<RMSprop>(RMSpropOptions(0.01).centered(true).momentum(0.9).weight_decay(0.01))},
@@ -80,6 +84,35 @@ TEST(Optimizers, StepOnShardsAsOnWholeParameters) {
   }
 }
 
+TEST(Optimizers, StateLiesAsItsParameter) {
+  testing::on_ranks(3, [](int rank) {
+    const DeviceMesh mesh = init_device_mesh("cpu", {3});
+    torch::Tensor part = chunk_tensor(torch::ones({7, 3}), mesh, {Shard(0)}).requires_grad_();
+    torch::optim::Adam adam({part}, torch::optim::AdamOptions(0.1).amsgrad(true));
+    torch::optim::RMSprop rmsprop({part}, torch::optim::RMSpropOptions(0.1).centered(true));
+    torch::optim::SGD sgd({part}, torch::optim::SGDOptions(0.1).momentum(0.9));
+    torch::optim::Adagrad adagrad({part}, torch::optim::AdagradOptions(0.1));
+    part.mutable_grad() = torch::ones_like(part);
+    for (torch::optim::Optimizer* each :
+         std::vector<torch::optim::Optimizer*>{&adam, &rmsprop, &sgd, &adagrad}) {
+      each->step();
+    }
+    const auto state = [&](torch::optim::Optimizer& optimizer) {
+      return optimizer.state().at(part.unsafeGetTensorImpl()).get();
+    };
+    const auto* a = static_cast<torch::optim::AdamParamState*>(state(adam));
+    const auto* r = static_cast<torch::optim::RMSpropParamState*>(state(rmsprop));
+    const auto* s = static_cast<torch::optim::SGDParamState*>(state(sgd));
+    const auto* g = static_cast<torch::optim::AdagradParamState*>(state(adagrad));
+    for (const torch::Tensor& tensor :
+         {a->exp_avg(), a->exp_avg_sq(), a->max_exp_avg_sq(), r->square_avg(), r->grad_avg(),
+          s->momentum_buffer(), g->sum()}) {
+      EXPECT_EQ(DTensor(tensor).placements(), Placements{Shard(0)});
+      EXPECT_EQ(DTensor(tensor).to_local().size(0), rank < 2 ? 3 : 1);
+    }
+  });
+}
+
 TEST(Optimizers, FusedKernelsStepShards) {
   testing::on_ranks(3, [](int) {
     torch::manual_seed(7);
@@ -97,22 +130,6 @@ TEST(Optimizers, FusedKernelsStepShards) {
     for (int i = 0; i < 4; ++i) {
       EXPECT_TRUE(torch::allclose(DTensor(parts[i]).full_tensor(), whole[i], 1e-5, 1e-6)) << i;
     }
-  });
-}
-
-// It flattens parameters into one vector, which shards of different sizes do not make.
-TEST(Optimizers, FlatteningIsRefusedNotWrong) {
-  testing::on_ranks(2, [](int) {
-    const DeviceMesh mesh = init_device_mesh("cpu", {2});
-    std::vector<torch::Tensor> parts = {
-        chunk_tensor(torch::ones({7, 3}), mesh, {Shard(0)}).requires_grad_(),
-        chunk_tensor(torch::ones({5}), mesh, {Shard(0)}).requires_grad_()};
-    EXPECT_THROW(torch::nn::utils::parameters_to_vector(parts), c10::Error);
-    EXPECT_THROW(torch::nn::utils::parameters_to_vector({parts[1]}), c10::Error);
-    EXPECT_THROW(torch::nn::utils::vector_to_parameters(torch::zeros({26}), parts), c10::Error);
-    for (const auto& part : parts) part.mutable_grad() = torch::ones_like(part);
-    torch::optim::LBFGS optimizer(parts);
-    EXPECT_THROW(optimizer.step([] { return torch::zeros({1}); }), c10::Error);
   });
 }
 

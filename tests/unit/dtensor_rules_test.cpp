@@ -23,9 +23,9 @@ TEST(DTensorRules, NameOpsThatArriveAtTheKernel) {
     }
   }
   std::set<std::string> seen;
-  for (const RuleTable& table :
-       {pointwise_rules(), copy_rules(), view_rules(), factory_rules(), reduction_rules(),
-        stacking_rules(), foreach_rules(), random_rules(), agreement_rules()}) {
+  for (const RuleTable& table : {pointwise_rules(), copy_rules(), view_rules(), factory_rules(),
+                                 reduction_rules(), stacking_rules(), foreach_rules(),
+                                 random_rules(), agreement_rules(), whole_value_rules()}) {
     for (const NamedRule& rule : table) {
       const std::string name = "aten::" + rule.name;
       EXPECT_TRUE(arriving.count(name)) << name << " is no op with a kernel of its own";
