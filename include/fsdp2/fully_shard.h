@@ -15,6 +15,7 @@
 // optimizer after the call.
 
 #include <fsdp2/device_mesh.h>
+#include <fsdp2/mixed_precision.h>
 
 #include <torch/nn/module.h>
 
@@ -34,6 +35,7 @@ struct FullyShardOptions {
   /// more all-gather. Not given: true, but false for a root (a module that no wrapped module
   /// contains).
   std::optional<bool> reshard_after_forward;
+  MixedPrecisionPolicy mp_policy;
 };
 
 /// What unshard() returns: wait() blocks until the parameters are there. Dropping it without

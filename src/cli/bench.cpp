@@ -14,7 +14,7 @@ namespace {
 
 struct StepArguments {
   train::StepBenchOptions options;
-  std::string param_dtype = "fp32", reduce_dtype = "fp32", json;
+  std::string json;
 };
 
 struct StepPreset {
@@ -33,9 +33,8 @@ void run(StepArguments& arguments, const CLI::App& command) {
   take_preset(command, "--vocab", options.model.vocab, preset.model.vocab);
   take_preset(command, "--batch", options.batch, preset.batch);
   options.model = train::resolve(options.model);
-  if (arguments.param_dtype != "fp32" || arguments.reduce_dtype != "fp32") {
-    throw std::invalid_argument(
-        "bench step computes in fp32 only; drop --param-dtype and --reduce-dtype");
+  if (options.mode == "local" && options.param_dtype != "fp32") {
+    throw std::invalid_argument("--mode local computes in fp32: drop --param-dtype");
   }
   const auto report = train::run_step_bench(options);
   if (!report) return;
@@ -88,9 +87,7 @@ void add_bench(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   step->add_option("--reshard-after-forward", o.reshard_after_forward, "Free blocks after forward")
       ->capture_default_str();
-  step->add_option("--param-dtype", arguments->param_dtype)->check(CLI::IsMember({"fp32", "bf16"}));
-  step->add_option("--reduce-dtype", arguments->reduce_dtype)
-      ->check(CLI::IsMember({"fp32", "bf16"}));
+  add_precision_options(*step, o.param_dtype, o.reduce_dtype);
   step->add_option("--local-world", o.local_world,
                    "local: concatenate the batches of this many ranks")
       ->capture_default_str();

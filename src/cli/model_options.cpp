@@ -15,6 +15,16 @@ void add_model_options(CLI::App& command, train::LlamaConfig& model) {
   command.add_flag("--tied", model.tied, "Use the embedding as output head");
 }
 
+void add_precision_options(CLI::App& command, std::string& param_dtype, std::string& reduce_dtype) {
+  const auto dtypes = CLI::IsMember({"fp32", "bf16", "fp16"});
+  command.add_option("--param-dtype", param_dtype, "Compute and gather in this; weights stay fp32")
+      ->check(dtypes)
+      ->capture_default_str();
+  command.add_option("--reduce-dtype", reduce_dtype, "Reduce gradients in this")
+      ->check(dtypes)
+      ->capture_default_str();
+}
+
 void take_model_preset(const CLI::App& command, train::LlamaConfig& model,
                        const train::LlamaConfig& preset) {
   take_preset(command, "--dim", model.dim, preset.dim);

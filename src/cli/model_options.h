@@ -30,6 +30,9 @@ void add_preset_option(CLI::App& command, std::string& preset, const Presets& pr
 /// The sizes of a decoder: --dim, --layers, --heads, --kv-heads, --ffn, --seq and --tied.
 void add_model_options(CLI::App& command, train::LlamaConfig& model);
 
+/// --param-dtype and --reduce-dtype.
+void add_precision_options(CLI::App& command, std::string& param_dtype, std::string& reduce_dtype);
+
 /// Takes the sizes that the command line does not have from the preset.
 void take_model_preset(const CLI::App& command, train::LlamaConfig& model,
                        const train::LlamaConfig& preset);

@@ -160,11 +160,12 @@ class CopyingGather final : public Gather {
 class LocalReduce final : public Reduce {
  public:
   LocalReduce(const Shared& shared, const std::vector<size_t>& params,
-              const std::vector<torch::Tensor>& gradients) {
+              const std::vector<torch::Tensor>& gradients, torch::ScalarType dtype) {
     PlainOps plain;
     for (size_t i = 0; i < params.size(); ++i) {
       result_.users.push_back(gradients[i].defined() ? 1 : 0);
-      torch::Tensor own = gradients[i].defined() ? gradients[i].contiguous() : torch::Tensor();
+      torch::Tensor own;
+      if (gradients[i].defined()) own = gradients[i].to(dtype).contiguous();
       result_.gradients.push_back(own.defined() ? own.view(shared.layouts[params[i]].sizes) : own);
     }
   }
@@ -180,10 +181,13 @@ class LocalReduce final : public Reduce {
 class CopyingReduce final : public Reduce {
  public:
   CopyingReduce(std::shared_ptr<const Shared> shared, std::vector<size_t> params,
-                const std::vector<torch::Tensor>& gradients, uint32_t fingerprint)
-      : shared_(std::move(shared)), params_(std::move(params)), fingerprint_(fingerprint) {
+                const std::vector<torch::Tensor>& gradients, torch::ScalarType dtype,
+                uint32_t fingerprint)
+      : shared_(std::move(shared)),
+        params_(std::move(params)),
+        fingerprint_(fingerprint),
+        dtype_(dtype) {
     PlainOps plain;
-    dtype_ = shared_->layouts[params_.front()].dtype;
     const bool complex = c10::isComplexType(dtype_);
     const auto options =
         at::TensorOptions().dtype(c10::toRealValueType(dtype_)).device(shared_->device);
@@ -203,6 +207,7 @@ class CopyingReduce final : public Reduce {
       word[kFingerprintBits + i] = gradients[i].defined() ? 1.0F : 0.0F;
       if (gradients[i].defined()) copy_in(i, gradients[i]);
     }
+    if (divisor_before() > 1) input_.div_(divisor_before());
     input_.narrow(1, 0, words_).copy_(words.expand({shared_->world, words_}));
     input_ = input_.view({-1});
     output_ = at::empty({piece_}, options);
@@ -220,11 +225,13 @@ class CopyingReduce final : public Reduce {
     Result result;
     torch::Tensor words = output_.narrow(0, 0, words_).to(torch::kFloat).cpu();
     const float* word = words.const_data_ptr<float>();
-    const auto world = static_cast<float>(shared_->world * shared_->replicas);
-    for (int bit = 0; kChecks && bit < kFingerprintBits; ++bit) {
-      const float expected = ((fingerprint_ >> bit) & 1u) ? world : 0.0F;
+    const int64_t ranks = shared_->world * shared_->replicas;
+    const bool countable = ranks <= 256 || c10::elementSize(dtype_) > 2;
+    for (int bit = 0; kChecks && countable && bit < kFingerprintBits; ++bit) {
+      const float expected = ((fingerprint_ >> bit) & 1u) ? static_cast<float>(ranks) : 0.0F;
       result.agreed = result.agreed && word[bit] == expected;
     }
+    output_.narrow(0, words_, piece_ - words_).div_(static_cast<double>(ranks) / divisor_before());
     for (size_t i = 0; i < params_.size(); ++i) {
       const ParamLayout& layout = shared_->layouts[params_[i]];
       result.users.push_back(static_cast<int64_t>(word[kFingerprintBits + i]));
@@ -235,6 +242,15 @@ class CopyingReduce final : public Reduce {
   }
 
  private:
+  /// As FSDP2 splits the division of float16, about evenly.
+  double divisor_before() const {
+    const int64_t ranks = shared_->world * shared_->replicas;
+    int64_t divisor = 1;
+    if (dtype_ != torch::kHalf) return 1;
+    while (ranks % divisor == 0 && ranks / divisor > divisor) divisor *= 2;
+    return static_cast<double>(divisor);
+  }
+
   torch::Tensor part(const torch::Tensor& piece, size_t i,
                      const std::vector<int64_t>& sizes) const {
     const int64_t numel = c10::multiply_integers(sizes);
@@ -299,10 +315,10 @@ class CopyingComm final : public GroupComm {
 
   std::unique_ptr<Reduce> start_reduce(const std::vector<size_t>& params,
                                        const std::vector<torch::Tensor>& gradients,
-                                       uint32_t fingerprint) override {
+                                       torch::ScalarType dtype, uint32_t fingerprint) override {
     if (shared_->world * shared_->replicas == 1)
-      return std::make_unique<LocalReduce>(*shared_, params, gradients);
-    return std::make_unique<CopyingReduce>(shared_, params, gradients, fingerprint);
+      return std::make_unique<LocalReduce>(*shared_, params, gradients, dtype);
+    return std::make_unique<CopyingReduce>(shared_, params, gradients, dtype, fingerprint);
   }
 
  private:

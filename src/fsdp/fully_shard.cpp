@@ -190,6 +190,13 @@ void check(const std::vector<ModulePtr>& modules, const DeviceMesh& mesh) {
   }
 }
 
+void check_policy(const MixedPrecisionPolicy& policy) {
+  for (const auto& dtype : {policy.param_dtype, policy.reduce_dtype}) {
+    TORCH_CHECK(!dtype || c10::isFloatingType(*dtype), "fully_shard: mp_policy has ",
+                c10::toString(dtype.value_or(torch::kFloat)), "; its dtypes must be floating");
+  }
+}
+
 void check_parents(const std::vector<ModulePtr>& modules, const Plan& plan) {
   std::unordered_set<c10::TensorImpl*> owned_below;
   for (const State& state : plan.inner) {
@@ -281,6 +288,7 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
   for (size_t i = 0; i < modules.size(); ++i) {
     plan_module(modules[i], modules.size() > 1 ? std::to_string(i) : "", plan, seen);
   }
+  check_policy(options.mp_policy);
   check_parents(modules, plan);
   check_aliases(plan);
 
@@ -303,7 +311,7 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
   }
   std::shared_ptr<ParamGroup> group;
   if (!plan.parameters.empty()) {
-    group = std::make_shared<ParamGroup>(mesh);
+    group = std::make_shared<ParamGroup>(mesh, options.mp_policy);
     group->adopt(plan.parameters, plan.names);
     schedule->add(group);
     for (size_t i = 0; i < plan.parameters.size(); ++i) {

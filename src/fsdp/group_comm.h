@@ -20,7 +20,7 @@
 
 namespace fsdp2::fsdp {
 
-/// Shape of one parameter and of its shards under the chunk rule on dim 0.
+/// Shape of one gathered parameter and of its shards under the chunk rule on dim 0.
 struct ParamLayout {
   std::string name;
   std::vector<int64_t> sizes;
@@ -62,7 +62,7 @@ class Reduce {
  public:
   virtual ~Reduce() = default;
   struct Result {
-    /// Per parameter: this rank's part of the sum over all ranks, its local sizes.
+    /// Per parameter: this rank's part of the mean over all ranks, its local sizes.
     std::vector<torch::Tensor> gradients;
     /// Per parameter: how many ranks had a gradient.
     std::vector<int64_t> users;
@@ -76,15 +76,15 @@ class Reduce {
 class GroupComm {
  public:
   virtual ~GroupComm() = default;
-  /// `shards`: local parts, one a parameter. Collective; they may be written once finish() has
-  /// returned.
+  /// `shards`: local parts, one a parameter, cast to the layout's dtype on the way. Collective;
+  /// they may be written once finish() has returned.
   virtual std::unique_ptr<Gather> start_gather(const std::vector<torch::Tensor>& shards,
                                                const GatherWords& words) = 0;
-  /// `gradients`: whole, one a parameter, undefined where there is none; of one dtype.
+  /// `gradients`: whole, one a parameter, undefined where there is none; they travel as `dtype`.
   /// `fingerprint` (24 bits used) says what is being reduced. Collective.
   virtual std::unique_ptr<Reduce> start_reduce(const std::vector<size_t>& params,
                                                const std::vector<torch::Tensor>& gradients,
-                                               uint32_t fingerprint) = 0;
+                                               torch::ScalarType dtype, uint32_t fingerprint) = 0;
 };
 
 /// Copies through the mesh's process groups: shards over its last dimension; sums go over its first

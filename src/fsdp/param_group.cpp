@@ -78,14 +78,15 @@ struct ShardWrites final : WriteObserver {
   size_t index;
 };
 
-ParamLayout layout_of(const torch::Tensor& member, const std::string& name) {
+ParamLayout layout_of(const torch::Tensor& member, const std::string& name,
+                      torch::ScalarType dtype) {
   ParamLayout layout;
   layout.name = name;
   layout.sizes = member.sizes().vec();
   layout.strides = member.is_non_overlapping_and_dense()
                        ? member.strides().vec()
                        : at::empty_like(member, at::MemoryFormat::Contiguous).strides().vec();
-  layout.dtype = member.scalar_type();
+  layout.dtype = dtype;
   layout.numel = member.numel();
   layout.replicated = member.dim() == 0;
   return layout;
@@ -117,7 +118,12 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
                        const std::vector<std::string>& names) {
   const c10::Device device = mesh_.device();
   std::vector<ParamLayout> layouts;
-  for (size_t i = 0; i < members.size(); ++i) layouts.push_back(layout_of(members[i], names[i]));
+  for (size_t i = 0; i < members.size(); ++i) {
+    const torch::ScalarType own = members[i].scalar_type();
+    const bool cast = members[i].is_floating_point();
+    layouts.push_back(
+        layout_of(members[i], names[i], cast ? mp_policy.param_dtype.value_or(own) : own));
+  }
   comm_ = make_copying_comm(mesh_, layouts);
   for (size_t i = 0; i < members.size(); ++i) {
     const torch::Tensor& member = members[i];
@@ -127,15 +133,24 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
     c10::intrusive_ptr<c10::StorageImpl> base = std::move(storage);
     auto observer = std::make_shared<ShardWrites>(weak_from_this(), i);
     set_write_observer(shard, observer);
-    params_.push_back({layouts[i], std::move(shard), WeakTensor(member.getIntrusivePtr()),
-                       WeakStorage(base), std::move(observer), torch::Tensor()});
-    params_.back().member_requires_grad = member.requires_grad();
+    Param param{.layout = layouts[i],
+                .shard_dtype = shard.scalar_type(),
+                .shard = shard,
+                .member = WeakTensor(member.getIntrusivePtr()),
+                .storage = WeakStorage(base),
+                .observer = std::move(observer)};
+    param.reduce_dtype = member.is_floating_point()
+                             ? mp_policy.reduce_dtype.value_or(layouts[i].dtype)
+                             : layouts[i].dtype;
+    param.member_requires_grad = member.requires_grad();
+    params_.push_back(std::move(param));
     // The bit, on a storage that can be empty; everything else about the member stays.
     const c10::DispatchKey dense =
-        c10::computeDispatchKey(member.scalar_type(), c10::Layout::Strided, device);
+        c10::computeDispatchKey(layouts[i].dtype, c10::Layout::Strided, device);
     torch::Tensor hollow = at::detail::make_tensor<c10::TensorImpl>(
         c10::Storage(std::move(base)),
-        c10::DispatchKeySet(dense) | c10::DispatchKeySet(kGatheredBit), member.dtype());
+        c10::DispatchKeySet(dense) | c10::DispatchKeySet(kGatheredBit),
+        caffe2::TypeMeta::fromScalarType(layouts[i].dtype));
     hollow.unsafeGetTensorImpl()->set_sizes_and_strides(layouts[i].sizes, layouts[i].strides, 0);
     member.set_data(hollow);
     torch::autograd::impl::set_post_acc_grad_hooks(
@@ -182,8 +197,8 @@ void ParamGroup::start_gather(const GatherWords& words) {
     Param& param = params_[i];
     check_member(i);
     const torch::Tensor& local = local_part(param.shard);
-    TORCH_CHECK(local.scalar_type() == param.layout.dtype && local.device() == mesh_.device(),
-                "parameter '", param.layout.name, "' was sharded as ", param.layout.dtype, " on ",
+    TORCH_CHECK(local.scalar_type() == param.shard_dtype && local.device() == mesh_.device(),
+                "parameter '", param.layout.name, "' was sharded as ", param.shard_dtype, " on ",
                 mesh_.device(), ", but its shard is now ", local.scalar_type(), " on ",
                 local.device(), ": convert or move a module before fully_shard, not after");
     if (!local.is_inference()) param.local_version = local._version();
@@ -238,15 +253,20 @@ void ParamGroup::start_reduce(uint32_t fingerprint) {
       gradient = member.grad();
       member.mutable_grad().reset();
     }
+    torch::Tensor accumulated = std::exchange(params_[i].accumulated, {});
     if (!params_[i].shard.requires_grad()) continue;
-    auto& [indexes, gradients] = by_dtype[params_[i].layout.dtype];
+    auto& [indexes, gradients] = by_dtype[params_[i].reduce_dtype];
     indexes.push_back(i);
     if (gradient.defined() && gradient.is_sparse()) gradient = gradient.to_dense();
+    if (accumulated.defined()) {
+      PlainOps plain;
+      gradient = gradient.defined() ? accumulated.add_(gradient) : accumulated;
+    }
     gradients.push_back(gradient.defined() ? gradient.detach() : gradient);
   }
   for (auto& [dtype, bucket] : by_dtype) {
     auto& [indexes, gradients] = bucket;
-    auto reduce = comm_->start_reduce(indexes, gradients, fingerprint);
+    auto reduce = comm_->start_reduce(indexes, gradients, dtype, fingerprint);
     reduces_.push_back({std::move(indexes), std::move(reduce)});
   }
 }
@@ -264,18 +284,17 @@ void ParamGroup::finish_reduce() {
                 "same wrapped modules, in the same order.");
     for (size_t i = 0; i < item.params.size(); ++i) {
       if (result.users[i] == 0) continue;  // unused everywhere: stays undefined everywhere
-      torch::Tensor& gradient = result.gradients[i];
-      if (mesh_.size() > 1) {
-        PlainOps plain;
-        gradient.div_(mesh_.size());
-      }
-      add_gradient(params_[item.params[i]], std::move(gradient));
+      add_gradient(params_[item.params[i]], std::move(result.gradients[i]));
     }
   }
 }
 
 void ParamGroup::add_gradient(Param& param, torch::Tensor gradient) {
   at::NoGradGuard no_grad;
+  {
+    PlainOps plain;
+    gradient = gradient.to(param.shard_dtype);
+  }
   torch::Tensor shard = param.shard;
   torch::Tensor incoming =
       make_dtensor(gradient, mesh_, placements_of(param.layout, mesh_), param.layout.sizes);
@@ -291,9 +310,26 @@ void ParamGroup::add_gradient(Param& param, torch::Tensor gradient) {
   if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard)) (*hook)(shard);
 }
 
+void ParamGroup::accumulate_gradients() {
+  PlainOps plain;
+  for (Param& param : params_) {
+    const torch::Tensor member = param.lock_member();
+    if (!member.defined() || param.reduce_dtype == param.layout.dtype) continue;
+    torch::Tensor& gradient = member.mutable_grad();
+    if (!gradient.defined() || is_stale(gradient)) continue;
+    if (param.accumulated.defined()) {
+      param.accumulated.add_(gradient);
+    } else {
+      param.accumulated = gradient.to(param.reduce_dtype);
+    }
+    gradient.reset();
+  }
+}
+
 void ParamGroup::discard_gradients() {
   reduces_.clear();
-  for (const Param& param : params_) {
+  for (Param& param : params_) {
+    param.accumulated.reset();
     if (torch::Tensor member = param.lock_member(); member.defined()) member.mutable_grad().reset();
   }
 }

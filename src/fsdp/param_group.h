@@ -8,6 +8,7 @@
 #include "fsdp/group_comm.h"
 
 #include <fsdp2/device_mesh.h>
+#include <fsdp2/mixed_precision.h>
 
 #include <torch/nn/module.h>
 
@@ -25,13 +26,16 @@ using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensor
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
 struct Param {
-  ParamLayout layout;
+  ParamLayout layout;  // of the gathered parameter, its dtype included
+  torch::ScalarType shard_dtype = torch::kFloat;
+  torch::ScalarType reduce_dtype = torch::kFloat;
   /// What the registry holds: a DTensor.
   torch::Tensor shard;
   /// What the module's member is. Weak, as it owns its storage, which owns the group.
   WeakTensor member;
   WeakStorage storage;
   std::shared_ptr<WriteObserver> observer;  // of the shard
+  torch::Tensor accumulated;          // whole gradients of backwards without sync, in reduce_dtype
   torch::Tensor stale_gradient;       // what a handle from before wrapping finds as its gradient
   uint32_t local_version = 0;         // of the shard's local part, when it was last gathered
   bool member_requires_grad = false;  // as it was seen last
@@ -48,7 +52,10 @@ struct Param {
 /// Not thread-safe by itself: the schedule's lock guards it, but for the pin count.
 class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
  public:
-  explicit ParamGroup(DeviceMesh mesh) : mesh_(std::move(mesh)) {}
+  ParamGroup(DeviceMesh mesh, const MixedPrecisionPolicy& policy)
+      : mp_policy(policy), mesh_(std::move(mesh)) {}
+
+  const MixedPrecisionPolicy mp_policy;
 
   /// Takes over whole parameters: makes their shards, and turns each into a member that gathers
   /// itself. `members` are dense leaf tensors on the mesh's device. Collective when the mesh's
@@ -77,6 +84,9 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   /// the shards.
   void finish_reduce();
   void discard_gradients();
+  /// After a backward without sync: members' gradients move on in the dtype of the reduction, if
+  /// that is another.
+  void accumulate_gradients();
   /// Whoever still holds the members as if they were the parameters (an optimizer made before
   /// wrapping) would find no gradient and silently do nothing. From here on it finds one whose use
   /// is an error, until the next accumulation.

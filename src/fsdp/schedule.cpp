@@ -294,6 +294,7 @@ void Schedule::end_backward() {
   pass_.clear();
   for (const auto& group : live_groups()) {
     group->kept_by_user = false;
+    if (!group->requires_gradient_sync) group->accumulate_gradients();
     if (group->reshard_after_backward) group->reshard();
   }
   if (!kChecks) return;

@@ -89,6 +89,44 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
       });
 }
 
+/// The parameter, among an op's arguments, whose dtype the others are to have; null if none has a
+/// policy.
+const GatheredStorage* caster_of(const dispatch::OpInfo& info, torch::jit::Stack& stack) {
+  const GatheredStorage* caster = nullptr;
+  dispatch::map_arguments(info, stack,
+                          [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
+                            if (caster || !tensor.is_floating_point()) return std::nullopt;
+                            const GatheredStorage* storage = gathered_storage(tensor);
+                            if (storage && storage->group()->mp_policy.param_dtype)
+                              caster = storage;
+                            return std::nullopt;
+                          });
+  return caster;
+}
+
+/// Casts what meets a parameter to the parameter's dtype, under autograd.
+void cast_inputs(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
+                 torch::jit::Stack& stack) {
+  const GatheredStorage* caster = caster_of(info, stack);
+  if (!caster) return;
+  const MixedPrecisionPolicy& policy = caster->group()->mp_policy;
+  const torch::ScalarType target = *policy.param_dtype;
+  dispatch::map_arguments(
+      info, stack, [&](const torch::Tensor& tensor, size_t i) -> std::optional<torch::Tensor> {
+        if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == target ||
+            tensor.dim() == 0 || is_gathered(tensor) || info.written[i]) {
+          return std::nullopt;
+        }
+        if (op.schema().arguments()[i].name().starts_with("running_")) return std::nullopt;
+        TORCH_CHECK(policy.cast_forward_inputs, op.schema().name(), ": a tensor of ",
+                    tensor.scalar_type(), " meets the parameter '", name_of(*caster),
+                    "', which computes in ", target,
+                    ", and its mp_policy has cast_forward_inputs = false: cast the module's input "
+                    "with to(), or let the policy do it");
+        return tensor.to(target);
+      });
+}
+
 /// Before autograd looks at a member.
 void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                     c10::DispatchKeySet keys, torch::jit::Stack* stack,
@@ -103,6 +141,7 @@ void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                             if (param.is_member(tensor)) param.align_requires_grad(tensor);
                             return std::nullopt;
                           });
+  if (!info.view) cast_inputs(op, info, *stack);
   next.callBoxed(op, keys, stack);
 }
 

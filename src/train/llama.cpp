@@ -131,7 +131,8 @@ torch::Tensor LlamaImpl::forward(const torch::Tensor& tokens) {
 
 torch::Tensor next_token_loss(Llama& model, const torch::Tensor& x, const torch::Tensor& y) {
   const auto logits = model->forward(x).to(torch::kFloat32);
-  return torch::nn::functional::cross_entropy(logits.view({-1, logits.size(-1)}), y.view(-1));
+  return torch::nn::functional::cross_entropy(logits.to(torch::kFloat).view({-1, logits.size(-1)}),
+                                              y.view(-1));
 }
 
 }  // namespace fsdp2::train

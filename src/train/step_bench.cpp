@@ -94,7 +94,10 @@ void StepBench::build() {
     }
   });
   if (!options_.dump_init.empty()) save_weights(*model_, options_.dump_init);
-  if (sharded_) shard(model_, options_.reshard_after_forward);
+  if (sharded_) {
+    shard(model_, options_.reshard_after_forward,
+          precision(options_.param_dtype, options_.reduce_dtype));
+  }
   parameters_ = model_->parameters();
   optimizer_ = std::make_unique<torch::optim::AdamW>(
       parameters_,
@@ -232,8 +235,8 @@ Json StepBench::config() const {
           {"clip", options_.clip},
           {"norm_impl", options_.norm_impl},
           {"reshard_after_forward", options_.reshard_after_forward},
-          {"param_dtype", "fp32"},
-          {"reduce_dtype", "fp32"},
+          {"param_dtype", options_.param_dtype},
+          {"reduce_dtype", options_.reduce_dtype},
           {"local_world", options_.local_world},
           {"local_replicas", options_.local_replicas},
           {"threads", options_.threads},

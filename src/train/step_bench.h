@@ -25,6 +25,7 @@ struct StepBenchOptions {
   std::string norm_impl =
       "torch";  // fast and fp64: norms of the local parts and one small all-reduce; off
   bool reshard_after_forward = true;
+  std::string param_dtype = "fp32", reduce_dtype = "fp32";  // of mode fsdp2
   int64_t local_world = 1;      // local mode: the batches of this many ranks, concatenated
   bool local_replicas = false;  // local mode on several ranks: each trains its own copy
   int threads = 1;

@@ -77,7 +77,8 @@ void Trainer::prepare() {
     model_ = Llama(options_.model);
     init_weights(*model_, options_.seed, options_.model.layers);
   });
-  shard(model_, options_.reshard_after_forward);
+  shard(model_, options_.reshard_after_forward,
+        precision(options_.param_dtype, options_.reduce_dtype));
   parameters_ = model_->parameters();
   make_optimizer();
 

@@ -21,6 +21,7 @@ struct TrainOptions {
   double clip = 1.0;          // largest gradient norm; 0: no clipping
   uint64_t seed = 1234;
   bool reshard_after_forward = true;
+  std::string param_dtype = "fp32", reduce_dtype = "fp32";
   int64_t val_every = 0;    // steps; 0: only at the end
   int64_t val_batches = 8;  // of the size of a training batch on all ranks
   int64_t log_every = 10;

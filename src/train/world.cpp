@@ -30,8 +30,23 @@ void set_threads(int threads) {
   torch::set_num_threads(threads);
 }
 
-void shard(Llama& model, bool reshard_after_forward) {
+torch::ScalarType dtype_of(const std::string& name) {
+  if (name == "fp32") return torch::kFloat;
+  if (name == "bf16") return torch::kBFloat16;
+  if (name == "fp16") return torch::kHalf;
+  TORCH_CHECK_VALUE(false, "there is no dtype '", name, "': use fp32, bf16 or fp16");
+}
+
+MixedPrecisionPolicy precision(const std::string& param_dtype, const std::string& reduce_dtype) {
+  MixedPrecisionPolicy policy;
+  if (param_dtype != "fp32") policy.param_dtype = dtype_of(param_dtype);
+  policy.reduce_dtype = dtype_of(reduce_dtype);
+  return policy;
+}
+
+void shard(Llama& model, bool reshard_after_forward, const MixedPrecisionPolicy& policy) {
   FullyShardOptions options;
+  options.mp_policy = policy;
   options.mesh = init_device_mesh(get_device().is_cuda() ? "cuda" : "cpu", {get_world_size()});
   options.reshard_after_forward = reshard_after_forward;
   for (const auto& block : *model->layers) fully_shard(block, options);

@@ -5,6 +5,7 @@
 
 #include "train/llama.h"
 
+#include <fsdp2/mixed_precision.h>
 #include <fsdp2/process_group.h>
 
 #include <functional>
@@ -32,8 +33,13 @@ class World {
 /// among the ranks of this host.
 void set_threads(int threads);
 
+/// "fp32", "bf16" or "fp16".
+torch::ScalarType dtype_of(const std::string& name);
+/// Parameters and gradients travel as these; fp32 parameters as they are.
+MixedPrecisionPolicy precision(const std::string& param_dtype, const std::string& reduce_dtype);
+
 /// One group a block, and the rest as the root's.
-void shard(Llama& model, bool reshard_after_forward);
+void shard(Llama& model, bool reshard_after_forward, const MixedPrecisionPolicy& policy = {});
 
 /// Runs `body` on every rank; if it throws on any, throws on all, naming the first rank that
 /// failed. Collective.
