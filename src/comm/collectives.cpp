@@ -305,7 +305,7 @@ Work barrier(const ProcessGroup& group) {
 
 void wait(const Work& work, const std::string& what) {
   if (!work) return;
-  const comm::Waiting waiting(what);
+  if (!what.empty()) comm::note_doing(what);
   try {
     TORCH_CHECK(work->wait(), "the collective was aborted");
   } catch (c10::Error& error) {

@@ -13,18 +13,17 @@
 namespace fsdp2::comm {
 namespace {
 
-std::atomic<const std::string*> waiting_for = nullptr;
+std::mutex doing_mutex;
+char doing_now[256] = "";  // no string: read while the process ends
 std::atomic<bool> forked = false;
 std::terminate_handler outer_handler = nullptr;
 
 [[noreturn]] void on_terminate() {
-  if (const std::string* what = waiting_for.load(); what && !what->empty()) {
-    std::fprintf(
-        stderr,
-        "fsdp2: rank %d is ended while it waits in %s. If the cause below comes from gloo: "
-        "ranks called collectives of different sizes here, that is, took different "
-        "branches.\n",
-        is_initialized() ? get_rank() : -1, what->c_str());
+  if (doing_now[0] != '\0') {
+    std::fprintf(stderr,
+                 "fsdp2: rank %d is ended in %s. If the cause comes from gloo: ranks called "
+                 "collectives of different sizes here, that is, took different branches.\n",
+                 is_initialized() ? get_rank() : -1, doing_now);
   }
   if (outer_handler) outer_handler();
   std::abort();
@@ -44,10 +43,10 @@ void watch_exits() {
 
 bool forked_from_a_rank() { return forked; }
 
-Waiting::Waiting(const std::string& what) : what_(&what) { waiting_for = what_; }
-Waiting::~Waiting() {
-  const std::string* ours = what_;
-  waiting_for.compare_exchange_strong(ours, nullptr);
+void note_doing(const std::string& doing) {
+  const std::lock_guard lock(doing_mutex);
+  const size_t length = doing.copy(doing_now, sizeof doing_now - 1);
+  doing_now[length] = '\0';
 }
 
 }  // namespace fsdp2::comm

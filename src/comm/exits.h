@@ -12,17 +12,8 @@ void watch_exits();
 /// True in a process that was forked from one that had joined a world: connections do not survive.
 bool forked_from_a_rank();
 
-/// While one lives: if the process is terminated (gloo throws in threads of its own when ranks send
-/// different sizes), stderr says what this thread was waiting for. `what` must outlive it.
-class Waiting {
- public:
-  explicit Waiting(const std::string& what);
-  ~Waiting();
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
-
- private:
-  const std::string* what_;
-};
+/// If the process is terminated after this (gloo throws in threads of its own when ranks send
+/// different sizes), stderr says that it was `doing` that. The last call counts.
+void note_doing(const std::string& doing);
 
 }  // namespace fsdp2::comm

@@ -1,5 +1,6 @@
 #include "fsdp/param_group.h"
 
+#include "comm/exits.h"
 #include "fsdp/checks.h"
 #include "fsdp/plain_ops.h"
 #include "fsdp/schedule.h"
@@ -204,6 +205,7 @@ void ParamGroup::start_gather(const GatherWords& words) {
     if (!local.is_inference()) param.local_version = local._version();
     shards.push_back(local);
   }
+  comm::note_doing(gather_text_);
   gather_ = comm_->start_gather(shards, words);
 }
 
@@ -264,6 +266,7 @@ void ParamGroup::start_reduce(uint32_t fingerprint) {
     }
     gradients.push_back(gradient.defined() ? gradient.detach() : gradient);
   }
+  comm::note_doing(reduce_text_);
   for (auto& [dtype, bucket] : by_dtype) {
     auto& [indexes, gradients] = bucket;
     auto reduce = comm_->start_reduce(indexes, gradients, dtype, fingerprint);

@@ -35,8 +35,8 @@ struct Param {
   WeakTensor member;
   WeakStorage storage;
   std::shared_ptr<WriteObserver> observer;  // of the shard
-  torch::Tensor accumulated;          // whole gradients of backwards without sync, in reduce_dtype
-  torch::Tensor stale_gradient;       // what a handle from before wrapping finds as its gradient
+  torch::Tensor accumulated{};        // whole gradients of backwards without sync, in reduce_dtype
+  torch::Tensor stale_gradient{};     // what a handle from before wrapping finds as its gradient
   uint32_t local_version = 0;         // of the shard's local part, when it was last gathered
   bool member_requires_grad = false;  // as it was seen last
 

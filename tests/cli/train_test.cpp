@@ -144,9 +144,16 @@ TEST_F(TrainCommand, BenchStepWritesAReport) {
   EXPECT_EQ(report["reduce_scatters"], 2);
   arguments = sizes;
   arguments.insert(arguments.end(), {"--param-dtype", "bf16"});
+  const auto low = run_command(on_two_ranks(arguments));
+  ASSERT_EQ(low.exit_code, 0) << low.err;
+  const auto low_report = Json::parse(std::ifstream(folder_.path("report")));
+  EXPECT_NEAR(low_report["losses"][2].get<double>(), report["losses"][2].get<double>(), 0.05);
+  EXPECT_NE(low_report["losses"], report["losses"]);
+  arguments = sizes;
+  arguments.insert(arguments.end(), {"--param-dtype", "bf16", "--mode", "local"});
   const auto refused = run_command(fsdp2(arguments));
   EXPECT_EQ(refused.exit_code, 1);
-  EXPECT_THAT(refused.err, HasSubstr("fp32 only"));
+  EXPECT_THAT(refused.err, HasSubstr("drop --param-dtype"));
 }
 
 }  // namespace

@@ -201,8 +201,10 @@ TEST(Launcher, NothingIsLeftWhenTheLauncherIsKilled) {
 TEST(Launcher, NothingIsLeftWhenTheSupervisorIsKilled) {
   Command command(
       launch_shell({"-n", "2"}, std::string(kWithChildren) + "echo parent $PPID.; wait"));
-  command.wait_for_output(".");
+  command.wait_for_output("[rank 0] all told");
   command.wait_for_output("[rank 1] all told");
+  command.wait_for_output("parent ");
+  command.wait_for_output(".");
   const std::string word = "parent ";
   kill(std::stoi(command.output().substr(command.output().find(word) + word.size())), SIGKILL);
   const auto result = command.wait(std::chrono::seconds(10));
