@@ -143,10 +143,10 @@ TEST_F(TrainCommand, BenchStepWritesAReport) {
   EXPECT_GE(report["all_gathers"].get<int>(), 2);
   EXPECT_EQ(report["reduce_scatters"], 2);
   arguments = sizes;
-  arguments.insert(arguments.end(), {"--param-dtype", "bf16"});
+  arguments.insert(arguments.end(), {"--param-dtype", "bf16", "--json", folder_.path("low")});
   const auto low = run_command(on_two_ranks(arguments));
   ASSERT_EQ(low.exit_code, 0) << low.err;
-  const auto low_report = Json::parse(std::ifstream(folder_.path("report")));
+  const auto low_report = Json::parse(std::ifstream(folder_.path("low")));
   EXPECT_NEAR(low_report["losses"][2].get<double>(), report["losses"][2].get<double>(), 0.05);
   EXPECT_NE(low_report["losses"], report["losses"]);
   arguments = sizes;
