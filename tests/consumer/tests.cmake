@@ -19,4 +19,4 @@ endfunction()
 fsdp2_consumer_test(find_package -DCMAKE_PREFIX_PATH=${prefix} -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0)
 set_tests_properties(consumer/find_package PROPERTIES FIXTURES_REQUIRED consumer_prefix)
 fsdp2_consumer_test(add_subdirectory -DFSDP2_SOURCE_DIR=${PROJECT_SOURCE_DIR} -DTorch_DIR=${Torch_DIR}
-  -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0)
+  -DCMAKE_UNITY_BUILD=ON -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0)
