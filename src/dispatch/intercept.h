@@ -97,7 +97,7 @@ void map_value(c10::IValue& value, Map&& map) {
       }
       std::optional<at::Tensor> mapped = map(element.toTensor());
       changed = changed || mapped.has_value();
-      list.push_back(mapped ? std::move(*mapped) : element.toTensor());
+      list.push_back(mapped ? *mapped : element.toTensor());
     }
     if (changed) value = std::move(list);
   }

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kAlignment =
     64;  // what the CPU allocator gives; kernels round differently on less
 constexpr int64_t kWordBytes = 64;
-constexpr int kFingerprintBits = 24;
+constexpr uint32_t kFingerprintBits = 24;
 static_assert(sizeof(GatherWords) <= kWordBytes);
 
 int64_t align_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
@@ -34,6 +34,7 @@ struct Pieces {
 
 std::vector<c10::DataPtr> allocate(const std::vector<ParamLayout>& layouts, c10::Device device) {
   std::vector<c10::DataPtr> out;
+  out.reserve(layouts.size());
   c10::Allocator* allocator = c10::GetAllocator(device.type());
   for (const ParamLayout& layout : layouts) {
     out.push_back(allocator->allocate(static_cast<size_t>(layout.nbytes())));
@@ -202,7 +203,8 @@ class CopyingReduce final : public Reduce {
     input_ = at::zeros({shared_->world, piece_}, options);
     auto words = at::zeros({words_}, at::TensorOptions().dtype(torch::kFloat));
     float* word = words.mutable_data_ptr<float>();
-    for (int bit = 0; bit < kFingerprintBits; ++bit) word[bit] = (fingerprint >> bit) & 1u;
+    for (uint32_t bit = 0; bit < kFingerprintBits; ++bit)
+      word[bit] = static_cast<float>((fingerprint >> bit) & 1u);
     for (size_t i = 0; i < params_.size(); ++i) {
       word[kFingerprintBits + i] = gradients[i].defined() ? 1.0F : 0.0F;
       if (gradients[i].defined()) copy_in(i, gradients[i]);
@@ -227,7 +229,7 @@ class CopyingReduce final : public Reduce {
     const float* word = words.const_data_ptr<float>();
     const int64_t ranks = shared_->world * shared_->replicas;
     const bool countable = ranks <= 256 || c10::elementSize(dtype_) > 2;
-    for (int bit = 0; kChecks && countable && bit < kFingerprintBits; ++bit) {
+    for (uint32_t bit = 0; kChecks && countable && bit < kFingerprintBits; ++bit) {
       const float expected = ((fingerprint_ >> bit) & 1u) ? static_cast<float>(ranks) : 0.0F;
       result.agreed = result.agreed && word[bit] == expected;
     }

@@ -308,7 +308,7 @@ void ParamGroup::add_gradient(Param& param, torch::Tensor gradient) {
   if (shard.grad().defined()) {
     shard.mutable_grad().add_(incoming);
   } else {
-    shard.mutable_grad() = incoming;
+    shard.mutable_grad() = std::move(incoming);
   }
   if (const auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard)) (*hook)(shard);
 }

@@ -110,7 +110,7 @@ void cast_inputs(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
   const GatheredStorage* caster = caster_of(info, stack);
   if (!caster) return;
   const MixedPrecisionPolicy& policy = caster->group()->mp_policy;
-  const torch::ScalarType target = *policy.param_dtype;
+  const torch::ScalarType target = caster->group()->params()[caster->index()].layout.dtype;
   dispatch::map_arguments(
       info, stack, [&](const torch::Tensor& tensor, size_t i) -> std::optional<torch::Tensor> {
         if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == target ||

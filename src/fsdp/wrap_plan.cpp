@@ -185,6 +185,7 @@ void rename_inner(const Plan& plan) {
 
 std::function<void()> census(const std::vector<ModulePtr>& modules) {
   std::vector<std::pair<std::weak_ptr<torch::nn::Module>, size_t>> counted;
+  counted.reserve(modules.size());
   for (const ModulePtr& module : modules) counted.emplace_back(module, count_parameters(*module));
   return [counted] {
     for (const auto& [weak, count] : counted) {
