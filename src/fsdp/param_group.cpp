@@ -107,7 +107,10 @@ torch::Tensor Param::lock_member() const {
 }
 
 void Param::align_requires_grad(const torch::Tensor& member_tensor) {
-  const bool member_changed = member_tensor.requires_grad() != member_requires_grad;
+  // Two forwards in threads may get here at once: nothing is written where nothing has changed.
+  const bool wanted = member_tensor.requires_grad();
+  if (wanted == member_requires_grad && wanted == shard.requires_grad()) return;
+  const bool member_changed = wanted != member_requires_grad;
   if (member_changed) shard.set_requires_grad(member_tensor.requires_grad());
   if (member_tensor.requires_grad() != shard.requires_grad()) {
     member_tensor.set_requires_grad(shard.requires_grad());
