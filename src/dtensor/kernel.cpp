@@ -66,7 +66,12 @@ void run_rule(Call& call) {
 }
 
 /// What is written back from one view may not undo what the same op wrote elsewhere.
-void check_apart(const Call& call, const std::vector<at::Tensor>& targets) {
+void check_apart(Call& call) {
+  std::vector<at::Tensor> targets;
+  dispatch::map_arguments(call.info, call.stack, [&](const at::Tensor& tensor, size_t index) {
+    if (is_dtensor(tensor) && call.info.written[index]) targets.push_back(tensor);
+    return std::optional<at::Tensor>();
+  });
   for (const at::Tensor& a : targets) {
     for (const at::Tensor& b : targets) {
       if (impl_of(a)->writes == impl_of(b)->writes && impl_of(a)->mirror != impl_of(b)->mirror) {
@@ -82,7 +87,6 @@ void below(const c10::OperatorHandle& op, const dispatch::OpInfo& info, c10::Dis
   Call call{op, info, *stack};
   const bool records = c10::GradMode::is_enabled();
   std::vector<std::shared_ptr<Mirror>> written;
-  std::vector<at::Tensor> targets;
   dispatch::map_arguments(info, *stack, [&](const at::Tensor& tensor, size_t index) {
     if (is_dtensor(tensor)) {
       if (records) convert_gradients_of(tensor);
@@ -90,11 +94,10 @@ void below(const c10::OperatorHandle& op, const dispatch::OpInfo& info, c10::Dis
         update(*mirror);
         if (info.written[index]) written.push_back(mirror);
       }
-      if (info.written[index]) targets.push_back(tensor);
     }
     return std::optional<at::Tensor>();
   });
-  if (!written.empty()) check_apart(call, targets);
+  if (!written.empty()) check_apart(call);
   run_rule(call);
   for (const auto& mirror : written) write_back(*mirror);
 }
@@ -132,8 +135,9 @@ void Call::refuse(const at::Tensor& dtensor, const std::string& why) const {
     out << ". A parameter of a module wrapped by fully_shard: in forward use the module's member, "
            "which gathers itself, not parameters()";
   }
-  if (name().find("rnn") != std::string::npos || name().find("lstm") != std::string::npos ||
-      name().find("gru") != std::string::npos) {
+  const std::string op_name = name();
+  const auto names = [&](const char* part) { return op_name.find(part) != std::string::npos; };
+  if (names("rnn") || names("lstm") || names("gru")) {
     out << ". A recurrent module reads its parameters anew in to(): call that before fully_shard";
   }
   TORCH_CHECK_NOT_IMPLEMENTED(false, out.str());

@@ -1,10 +1,10 @@
 #include "dtensor/operands.h"
 
+#include "dispatch/backward.h"
 #include "dtensor/redistribute.h"
 
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 #include <sstream>
@@ -242,30 +242,34 @@ bool finish_in_place(const at::Tensor& tensor) {
   return true;
 }
 
-/// A plain tensor may hold another value on each rank, as a batch does. Where that would become a
-/// wrong number without notice, in autograd or read next to a parameter, only what is told to be
-/// the same everywhere may meet shards. A gradient that backward hands on is.
 void check_plain_operands(const Call& call, const Operands& operands) {
-  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  if (dispatch::inside_backward()) return;
   const Operand* sharded = nullptr;
   const Operand* plain = nullptr;
   for (const Operand& operand : operands) {
     if (!is_dtensor(operand.tensor)) {
       if (operand.tensor.numel() > 1) plain = &operand;
-    } else if ((c10::GradMode::is_enabled() && operand.tensor.requires_grad()) ||
-               (!operand.written && has_write_observer(operand.tensor))) {
+    } else if (refuses_plain(operand.tensor, operand.written)) {
       sharded = &operand;
     }
   }
-  if (!sharded || !plain) return;
-  std::ostringstream why;
-  why << "a plain tensor of size " << plain->tensor.sizes()
-      << " meets it, and might differ from rank to rank: if it does not, say so with "
-         "distribute_tensor(tensor, mesh, {Replicate()})";
-  call.refuse(sharded->tensor, why.str());
+  if (sharded && plain) refuse_plain(call, sharded->tensor, plain->tensor);
 }
 
 }  // namespace
+
+bool refuses_plain(const at::Tensor& dtensor, bool written) {
+  return (c10::GradMode::is_enabled() && dtensor.requires_grad()) ||
+         (!written && has_write_observer(dtensor));
+}
+
+void refuse_plain(const Call& call, const at::Tensor& dtensor, const at::Tensor& plain) {
+  std::ostringstream why;
+  why << "a plain tensor of size " << plain.sizes()
+      << " meets it, and might differ from rank to rank: if it does not, say so with "
+         "distribute_tensor(tensor, mesh, {Replicate()})";
+  call.refuse(dtensor, why.str());
+}
 
 void run_pointwise(Call& call, Linearity linearity) {
   Operands operands = operands_of(call);

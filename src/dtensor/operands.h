@@ -19,6 +19,14 @@ struct Target {
 /// sizes and remedy, for any other.
 at::Tensor conform(const Call& call, const at::Tensor& operand, const Target& target);
 
+/// A plain tensor may hold another value on each rank, as a batch does. Where that would become a
+/// wrong number without notice, in autograd or read next to a parameter, only what is told to be
+/// the same everywhere may meet this DTensor. (A gradient that backward hands on is.)
+bool refuses_plain(const at::Tensor& dtensor, bool written);
+/// The error that says so.
+[[noreturn]] void refuse_plain(const Call& call, const at::Tensor& dtensor,
+                               const at::Tensor& plain);
+
 /// The op on the whole values of its DTensors, which every rank gathers. What it gives is
 /// Replicate; what it writes stays in its layout. Plain operands must be 0-dim or of the first
 /// DTensor's size, but for those that backward hands on.

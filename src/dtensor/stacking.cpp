@@ -1,12 +1,12 @@
 // stack and cat.
 
+#include "dispatch/backward.h"
 #include "dtensor/operands.h"
 #include "dtensor/redistribute.h"
 #include "dtensor/rules.h"
 
 #include <ATen/WrapDimUtils.h>
 #include <ATen/ops/stack.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
 
@@ -52,7 +52,7 @@ void stack_scalars(Call& call, const std::vector<at::Tensor>& tensors) {
 /// Tensors that do not lie alike, or are joined along a sharded dimension: of whole values.
 void join_whole(Call& call, const std::vector<at::Tensor>& tensors) {
   const bool plain = !std::all_of(tensors.begin(), tensors.end(), is_dtensor);
-  if (plain && torch::autograd::get_current_graph_task_id() == -1) {
+  if (plain && !dispatch::inside_backward()) {
     call.refuse(first_dtensor(tensors),
                 "it joins DTensors and plain tensors, which are different layouts: make those "
                 "DTensors with distribute_tensor");

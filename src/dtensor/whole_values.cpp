@@ -1,11 +1,11 @@
 // Ops that mix elements of different ranks: done by every rank on whole values.
 
+#include "dispatch/backward.h"
 #include "dtensor/operands.h"
 #include "dtensor/redistribute.h"
 #include "dtensor/rules.h"
 
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include <sstream>
 #include <utility>
@@ -33,7 +33,7 @@ at::Tensor value_of(const Call& call, const at::Tensor& dtensor, const Spec& lea
 
 void check_plain(const Call& call, const at::Tensor& plain, const at::Tensor& first, bool written,
                  bool recorded) {
-  if (torch::autograd::get_current_graph_task_id() != -1) return;  // global, as gradients are
+  if (dispatch::inside_backward()) return;  // global, as gradients are
   if (written) call.refuse(first, "it would write to a plain tensor");
   if (plain.requires_grad() && c10::GradMode::is_enabled()) {
     call.refuse(first,
@@ -42,11 +42,7 @@ void check_plain(const Call& call, const at::Tensor& plain, const at::Tensor& fi
   }
   if (plain.numel() <= 1) return;
   if (!recorded && plain.sizes() == first.sizes()) return;
-  std::ostringstream why;
-  why << "a plain tensor of size " << plain.sizes()
-      << " meets it, and might differ from rank to rank: if it does not, say so with "
-         "distribute_tensor(tensor, mesh, {Replicate()})";
-  call.refuse(first, why.str());
+  refuse_plain(call, first, plain);
 }
 
 constexpr std::string_view kLinearAlgebra =
@@ -90,8 +86,7 @@ void run_on_whole(Call& call) {
   dispatch::map_arguments(call.info, call.stack, [&](const at::Tensor& tensor, size_t index) {
     if (!is_dtensor(tensor)) return std::optional<at::Tensor>();
     if (!first.defined()) first = tensor;
-    recorded = recorded || (tensor.requires_grad() && c10::GradMode::is_enabled()) ||
-               (has_write_observer(tensor) && !call.info.written[index]);
+    recorded = recorded || refuses_plain(tensor, call.info.written[index]);
     return std::optional<at::Tensor>();
   });
   dispatch::map_arguments(call.info, call.stack, [&](const at::Tensor& tensor, size_t index) {

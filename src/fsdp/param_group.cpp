@@ -168,7 +168,7 @@ void ParamGroup::adopt(const std::vector<torch::Tensor>& members,
 void ParamGroup::rename(size_t index, const std::string& name) {
   Param& param = params_[index];
   param.layout.name = name;
-  name_group();
+  if (index == 0) name_group();
   param.stale_gradient.reset();
   if (auto storage = param.storage.lock())
     static_cast<GatheredStorage*>(storage.get())->rename(name);

@@ -1,5 +1,6 @@
 #include "fsdp/schedule.h"
 
+#include "dispatch/backward.h"
 #include "fsdp/checks.h"
 #include "fsdp/plain_ops.h"
 
@@ -12,7 +13,7 @@
 namespace fsdp2::fsdp {
 namespace {
 
-bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+using dispatch::inside_backward;
 
 /// Runs a callback once the node it is put on has run.
 struct AfterNode final : torch::autograd::FunctionPostHook {

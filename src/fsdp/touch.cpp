@@ -89,28 +89,11 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
       });
 }
 
-/// The parameter, among an op's arguments, whose dtype the others are to have; null if none has a
-/// policy.
-const GatheredStorage* caster_of(const dispatch::OpInfo& info, torch::jit::Stack& stack) {
-  const GatheredStorage* caster = nullptr;
-  dispatch::map_arguments(info, stack,
-                          [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
-                            if (caster || !tensor.is_floating_point()) return std::nullopt;
-                            const GatheredStorage* storage = gathered_storage(tensor);
-                            if (storage && storage->group()->mp_policy.param_dtype)
-                              caster = storage;
-                            return std::nullopt;
-                          });
-  return caster;
-}
-
 /// Casts what meets a parameter to the parameter's dtype, under autograd.
 void cast_inputs(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
-                 torch::jit::Stack& stack) {
-  const GatheredStorage* caster = caster_of(info, stack);
-  if (!caster) return;
-  const MixedPrecisionPolicy& policy = caster->group()->mp_policy;
-  const torch::ScalarType target = caster->group()->params()[caster->index()].layout.dtype;
+                 torch::jit::Stack& stack, const GatheredStorage& parameter) {
+  const MixedPrecisionPolicy& policy = parameter.group()->mp_policy;
+  const torch::ScalarType target = parameter.group()->params()[parameter.index()].layout.dtype;
   dispatch::map_arguments(
       info, stack, [&](const torch::Tensor& tensor, size_t i) -> std::optional<torch::Tensor> {
         if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == target ||
@@ -119,7 +102,7 @@ void cast_inputs(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
         }
         if (op.schema().arguments()[i].name().starts_with("running_")) return std::nullopt;
         TORCH_CHECK(policy.cast_forward_inputs, op.schema().name(), ": a tensor of ",
-                    tensor.scalar_type(), " meets the parameter '", name_of(*caster),
+                    tensor.scalar_type(), " meets the parameter '", name_of(parameter),
                     "', which computes in ", target,
                     ", and its mp_policy has cast_forward_inputs = false: cast the module's input "
                     "with to(), or let the policy do it");
@@ -132,16 +115,20 @@ void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                     c10::DispatchKeySet keys, torch::jit::Stack* stack,
                     const dispatch::Next& next) {
   Pins pins;
-  dispatch::map_arguments(info, *stack,
-                          [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
-                            const GatheredStorage* storage = gathered_storage(tensor);
-                            if (!storage) return std::nullopt;
-                            if (info.flags & kReadsEarly) pins.touch(*storage);
-                            Param& param = storage->group()->params()[storage->index()];
-                            if (param.is_member(tensor)) param.align_requires_grad(tensor);
-                            return std::nullopt;
-                          });
-  if (!info.view) cast_inputs(op, info, *stack);
+  const GatheredStorage* caster = nullptr;  // the first parameter that has the others cast
+  dispatch::map_arguments(
+      info, *stack, [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
+        const GatheredStorage* storage = gathered_storage(tensor);
+        if (!storage) return std::nullopt;
+        if (info.flags & kReadsEarly) pins.touch(*storage);
+        Param& param = storage->group()->params()[storage->index()];
+        if (param.is_member(tensor)) param.align_requires_grad(tensor);
+        if (!caster && storage->group()->mp_policy.param_dtype && tensor.is_floating_point()) {
+          caster = storage;
+        }
+        return std::nullopt;
+      });
+  if (caster && !info.view) cast_inputs(op, info, *stack, *caster);
   next.callBoxed(op, keys, stack);
 }
 
