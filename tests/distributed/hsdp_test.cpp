@@ -25,12 +25,6 @@ FullyShardOptions over(const Shape& shape) {
   return options;
 }
 
-void wrap(TwoLinear& module, const FullyShardOptions& options) {
-  fully_shard(module->a, options);
-  fully_shard(module->b, options);
-  fully_shard(module, options);
-}
-
 Tensor loss(TwoLinear& module, int rank) {
   torch::manual_seed(100 + rank);
   return module->forward(torch::randn({3, 5})).pow(2).mean();
@@ -39,7 +33,7 @@ Tensor loss(TwoLinear& module, int rank) {
 TEST_P(Hsdp, TrainsAsThePlainModule) {
   on_ranks(world(), [&](int) {
     Twins<TwoLinear> twins;
-    wrap(twins.sharded, over(GetParam()));
+    wrap_layers(twins.sharded, over(GetParam()));
     const DTensor weight(twins.sharded->parameters()[0]);
     EXPECT_EQ(weight.placements(), (Placements{Replicate(), Shard(0)}));
     EXPECT_EQ(weight.to_local().size(0),
@@ -75,7 +69,7 @@ TEST_P(Hsdp, AParameterThatOneRankUsesGetsTheMean) {
 TEST_P(Hsdp, EachStepSumsOverReplicasOnce) {
   on_ranks(world(), [&](int rank) {
     TwoLinear module;
-    wrap(module, over(GetParam()));
+    wrap_layers(module, over(GetParam()));
     loss(module, rank).backward();
     reset_collective_counts();
     loss(module, rank).backward();

@@ -21,12 +21,6 @@ FullyShardOptions policy(torch::ScalarType param, torch::ScalarType reduce) {
   return options;
 }
 
-void wrap(TwoLinear& module, const FullyShardOptions& options) {
-  fully_shard(module->a, options);
-  fully_shard(module->b, options);
-  fully_shard(module, options);
-}
-
 Tensor input(int rank) {
   torch::manual_seed(100 + rank);
   return torch::randn({3, 5});
@@ -53,7 +47,7 @@ TEST_P(MixedPrecision, TrainsAsCastsByHand) {
   on_ranks(GetParam(), [](int rank) {
     for (auto reduce : {torch::kFloat, torch::kBFloat16}) {
       Twins<TwoLinear> twins;
-      wrap(twins.sharded, policy(torch::kBFloat16, reduce));
+      wrap_layers(twins.sharded, policy(torch::kBFloat16, reduce));
       EXPECT_EQ(twins.sharded->a->weight.scalar_type(), torch::kBFloat16);
       EXPECT_EQ(twins.sharded->parameters()[0].scalar_type(), torch::kFloat);
       torch::optim::AdamW plain(twins.plain->parameters(), 0.01),
@@ -103,7 +97,7 @@ TEST_P(MixedPrecision, WithoutCastsAMeetingOfDtypesIsAnError) {
     TwoLinear module;
     FullyShardOptions options = policy(torch::kBFloat16, torch::kFloat);
     options.mp_policy.cast_forward_inputs = false;
-    wrap(module, options);
+    wrap_layers(module, options);
     EXPECT_THAT(error_of([&] { module->forward(input(rank)); }),
                 AllOf(HasSubstr("'a."), HasSubstr("Float"), HasSubstr("BFloat16"),
                       HasSubstr("cast_forward_inputs")));

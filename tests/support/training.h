@@ -2,6 +2,8 @@
 
 // Training a sharded module next to the plain one.
 
+#include "support/tensors.h"
+
 #include <fsdp2/fsdp2.h>
 
 #include <torch/torch.h>
@@ -13,7 +15,7 @@ namespace fsdp2::testing {
 
 inline torch::Tensor full(const torch::Tensor& tensor) {
   torch::NoGradGuard no_grad;
-  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor.detach();
+  return whole_of(tensor).detach();
 }
 
 /// Copies values between modules of one structure, before wrapping.

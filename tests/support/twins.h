@@ -58,14 +58,18 @@ struct TwoLinearImpl : torch::nn::Module {
 };
 TORCH_MODULE(TwoLinear);
 
+/// A group for each layer.
+inline void wrap_layers(TwoLinear& module, const FullyShardOptions& options) {
+  fully_shard(module->a, options);
+  fully_shard(module->b, options);
+  fully_shard(module, options);
+}
+
 /// A group for each layer, or one for both. Freed after forward if asked.
 inline void wrap_layers(TwoLinear& module, bool apart, bool reshard_after_forward = true) {
   FullyShardOptions options;
   options.reshard_after_forward = reshard_after_forward;
-  if (apart) {
-    fully_shard(module->a, options);
-    fully_shard(module->b, options);
-  }
+  if (apart) return wrap_layers(module, options);
   fully_shard(module, options);
 }
 
