@@ -12,9 +12,9 @@
 #include <torch/cuda.h>
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <sstream>
-#include <unordered_map>
 
 namespace fsdp2::comm {
 namespace {
@@ -52,13 +52,43 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
   }
 }
 
-struct SecondGroups {
+struct DerivedGroups {
   std::mutex mutex;
-  std::unordered_map<c10d::ProcessGroup*, std::pair<ProcessGroup, ProcessGroup>> made;
+  struct Derived {
+    ProcessGroup from;  // kept, so that its address stays its own
+    ProcessGroup made;
+  };
+  /// By the group they came from and what they are for.
+  std::map<std::pair<c10d::ProcessGroup*, std::string>, Derived> made;
 };
-SecondGroups& second_groups() {
-  static auto* groups = new SecondGroups();
+DerivedGroups& derived_groups() {
+  static auto* groups = new DerivedGroups();
   return *groups;
+}
+
+/// Of this rank and its neighbours, `size` of them.
+ProcessGroup derive(const ProcessGroup& group, int size, const std::string& purpose) {
+  DerivedGroups& groups = derived_groups();
+  const std::lock_guard lock(groups.mutex);
+  const auto found = groups.made.find({group.get(), purpose});
+  if (found != groups.made.end()) return found->second.made;
+  const int first = group->getRank() / size * size;
+  const std::string block = size == group->getSize() ? "" : "/" + std::to_string(first);
+  GroupOptions options;
+  options.store = c10::make_intrusive<c10d::PrefixStore>(purpose + block, group->getStore());
+  options.rank = group->getRank() - first;
+  const std::vector<int> ranks = global_ranks(group);
+  options.global_ranks.assign(ranks.begin() + first, ranks.begin() + first + size);
+  for (const c10::Device& device : group->getDeviceTypes()) {
+    options.backends[device.type()] = group->getBackend(device.type())->getBackendName();
+  }
+  options.name = group->getGroupName() + "/" + purpose + block;
+  options.timeout =
+      group->getBackend(options.backends.begin()->first)->getBackendOptions()->timeout;
+  if (is_initialized()) options.master_addr = world().master_addr;
+  const ProcessGroup made = make_group(options);
+  groups.made[{group.get(), purpose}] = {group, made};
+  return made;
 }
 
 }  // namespace
@@ -139,29 +169,15 @@ ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::str
 }
 
 ProcessGroup second_group(const ProcessGroup& group) {
-  if (group->getSize() == 1) return group;
-  SecondGroups& groups = second_groups();
-  const std::lock_guard lock(groups.mutex);
-  auto found = groups.made.find(group.get());
-  if (found != groups.made.end()) return found->second.second;
-  GroupOptions options;
-  options.store = c10::make_intrusive<c10d::PrefixStore>("second", group->getStore());
-  options.rank = group->getRank();
-  options.global_ranks = global_ranks(group);
-  for (const c10::Device& device : group->getDeviceTypes()) {
-    options.backends[device.type()] = group->getBackend(device.type())->getBackendName();
-  }
-  options.name = group->getGroupName() + "/second";
-  options.timeout =
-      group->getBackend(options.backends.begin()->first)->getBackendOptions()->timeout;
-  if (is_initialized()) options.master_addr = world().master_addr;
-  ProcessGroup made = make_group(options);
-  groups.made.emplace(group.get(), std::pair(group, made));
-  return made;
+  return group->getSize() == 1 ? group : derive(group, group->getSize(), "second");
 }
 
-void forget_second_groups() {
-  SecondGroups& groups = second_groups();
+ProcessGroup neighbour_group(const ProcessGroup& group, int64_t size) {
+  return derive(group, static_cast<int>(size), "neighbours" + std::to_string(size));
+}
+
+void forget_derived_groups() {
+  DerivedGroups& groups = derived_groups();
   const std::lock_guard lock(groups.mutex);
   groups.made.clear();
 }

@@ -104,7 +104,7 @@ bool is_initialized() { return current() != nullptr; }
 
 void destroy_process_group() {
   World& world = comm::world();
-  comm::forget_second_groups();
+  comm::forget_derived_groups();
   comm::leave(world.store, world.serves_store);
   current().reset();
 }

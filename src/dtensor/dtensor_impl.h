@@ -30,6 +30,13 @@ const torch::Tensor& local_part(const torch::Tensor& tensor);
 /// `detach()`).
 void set_write_observer(const torch::Tensor& tensor, std::weak_ptr<WriteObserver> observer);
 
+/// Null if there is none, or `tensor` is plain.
+std::shared_ptr<WriteObserver> write_observer(const torch::Tensor& tensor);
+
+/// A DTensor on the meta device gets uninitialised memory; it stays the same tensor, and so do its
+/// aliases.
+void give_memory(const torch::Tensor& tensor, const at::TensorOptions& options);
+
 /// Makes torch's dispatcher know DTensors; called by everything that makes one. Cheap after the
 /// first time.
 void register_dtensor();

@@ -1,5 +1,6 @@
 #include "dtensor/tensor_impl.h"
 
+#include "dispatch/replace_data.h"
 #include "dtensor/mirror.h"
 #include "dtensor/redistribute.h"
 
@@ -95,6 +96,12 @@ void DTensorImpl::shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& source
 
 const char* DTensorImpl::tensorimpl_type_name() const { return "DTensor"; }
 
+void DTensorImpl::give_memory(const at::TensorOptions& options) {
+  // The tensor stays: aliases hold it too.
+  dispatch::replace_data(local, at::empty(local.sizes(), options.dtype(local.dtype())));
+  device_opt_ = local.device();
+}
+
 at::Tensor wrap(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes) {
   const bool partial = spec->partial;
   auto impl = c10::make_intrusive<DTensorImpl>(std::move(local), std::move(spec), sizes);
@@ -144,6 +151,14 @@ torch::Tensor make_dtensor(const torch::Tensor& local, const DeviceMesh& mesh,
 const torch::Tensor& local_part(const torch::Tensor& tensor) {
   TORCH_CHECK_TYPE(is_dtensor(tensor), "expected a DTensor, got a plain tensor");
   return dtensor::local_of(tensor);
+}
+
+std::shared_ptr<WriteObserver> write_observer(const torch::Tensor& tensor) {
+  return is_dtensor(tensor) ? dtensor::impl_of(tensor)->observer.lock() : nullptr;
+}
+
+void give_memory(const torch::Tensor& tensor, const at::TensorOptions& options) {
+  dtensor::impl_of(tensor)->give_memory(options);
 }
 
 void set_write_observer(const torch::Tensor& tensor, std::weak_ptr<WriteObserver> observer) {

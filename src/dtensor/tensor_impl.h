@@ -38,6 +38,9 @@ struct DTensorImpl : c10::TensorImpl {
                                                          bool allow_change) const override;
   void shallow_copy_from(const c10::intrusive_ptr<TensorImpl>& source) override;
   const char* tensorimpl_type_name() const override;
+
+  /// The local part, on the meta device until now, gets uninitialised memory.
+  void give_memory(const at::TensorOptions& options);
 };
 
 inline DTensorImpl* impl_of(const at::Tensor& tensor) {

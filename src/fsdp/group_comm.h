@@ -7,12 +7,14 @@
 // Both directions carry a few words besides the data, so that ranks which disagree find out from
 // the collective they were doing anyway.
 
+#include <fsdp2/custom_comm.h>
 #include <fsdp2/device_mesh.h>
+#include <fsdp2/placement.h>
 
 #include <torch/types.h>
 
-#include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,7 +22,7 @@
 
 namespace fsdp2::fsdp {
 
-/// Shape of one gathered parameter and of its shards under the chunk rule on dim 0.
+/// Shape of one gathered parameter and of its shards under the chunk rule.
 struct ParamLayout {
   std::string name;
   std::vector<int64_t> sizes;
@@ -28,11 +30,17 @@ struct ParamLayout {
   std::vector<int64_t> strides;
   torch::ScalarType dtype = torch::kFloat;
   int64_t numel = 0;
-  /// Too small to split (0-dim): every rank holds it whole.
-  bool replicated = false;
+  /// The dimension that is split. None: every rank holds the parameter whole.
+  std::optional<int64_t> shard_dim = 0;
+  /// What travels in the shards' place. May be null.
+  std::shared_ptr<AllGatherExtension> extension{};
 
   int64_t nbytes() const { return numel * static_cast<int64_t>(c10::elementSize(dtype)); }
   std::vector<int64_t> local_sizes(int64_t ranks, int64_t rank) const;
+  /// `whole` (of the layout's sizes), cut down to what `rank` holds.
+  torch::Tensor local_part(const torch::Tensor& whole, int64_t ranks, int64_t rank) const;
+  /// Of the shards as DTensors on the group's mesh.
+  Placements placements(const DeviceMesh& mesh) const;
   /// Elements that every rank's part is padded to.
   int64_t padded_chunk_numel(int64_t ranks) const;
 };
@@ -55,6 +63,24 @@ class Gather {
   virtual std::vector<c10::DataPtr> finish(const std::string& what) = 0;
   /// Of all ranks, in rank order; valid after finish().
   virtual const std::vector<GatherWords>& words() const = 0;
+};
+
+/// One parameter's share in a reduction.
+struct ReduceInput {
+  size_t param = 0;
+  torch::Tensor gradient;  // whole; undefined if there is none
+  /// What earlier reductions without all-reduce left: a sum, local sizes. Undefined if nothing.
+  torch::Tensor partial{};
+};
+
+struct ReduceOptions {
+  torch::ScalarType dtype = torch::kFloat;  // in which gradients travel
+  uint32_t fingerprint = 0;                 // what is being reduced (24 bits used)
+  std::optional<double> divide_factor;      // not given: the number of ranks
+  /// False: no sum over replicas and no division; the result goes into a later reduction.
+  bool all_reduce = true;
+  /// Sees the reduced and divided gradients, flat.
+  std::function<void(const torch::Tensor&)> hook;
 };
 
 /// A reduction that was started.
@@ -80,16 +106,17 @@ class GroupComm {
   /// they may be written once finish() has returned.
   virtual std::unique_ptr<Gather> start_gather(const std::vector<torch::Tensor>& shards,
                                                const GatherWords& words) = 0;
-  /// `gradients`: whole, one a parameter, undefined where there is none; they travel as `dtype`.
-  /// `fingerprint` (24 bits used) says what is being reduced. Collective.
-  virtual std::unique_ptr<Reduce> start_reduce(const std::vector<size_t>& params,
-                                               const std::vector<torch::Tensor>& gradients,
-                                               torch::ScalarType dtype, uint32_t fingerprint) = 0;
+  virtual std::unique_ptr<Reduce> start_reduce(const std::vector<ReduceInput>& inputs,
+                                               const ReduceOptions& options) = 0;
+
+  // The user's own communication; null: the library's.
+  std::shared_ptr<AllGather> custom_all_gather;
+  std::shared_ptr<ReduceScatter> custom_reduce_scatter;
 };
 
 /// Copies through the mesh's process groups: shards over its last dimension; sums go over its first
-/// too if it has two. With one rank nothing is sent.
+/// too if it has two. With one rank nothing is sent. Without `reduces` it can gather only.
 std::unique_ptr<GroupComm> make_copying_comm(const DeviceMesh& mesh,
-                                             std::vector<ParamLayout> layouts);
+                                             std::vector<ParamLayout> layouts, bool reduces = true);
 
 }  // namespace fsdp2::fsdp

@@ -26,6 +26,7 @@ uint32_t op_traits(const c10::FunctionSchema& schema) {
       // Another tensor would take over storage that comes and goes.
       {"aten::set_", kHiddenWrite},
       {"aten::set", kHiddenWrite},
+      {"aten::embedding_renorm_", kWritesByData},
       {"aten::native_batch_norm", kWritesRunningStatistics},
       {"aten::cudnn_batch_norm", kWritesRunningStatistics},
       {"aten::miopen_batch_norm", kWritesRunningStatistics},

@@ -21,6 +21,8 @@ enum OpTrait : uint32_t {
   kReadsEarly = 16,
   /// Writes to the arguments named running_*, which its schema declares unwritten.
   kWritesRunningStatistics = 32,
+  /// Writes what depends on this rank's data: never to a parameter.
+  kWritesByData = 64,
 };
 
 uint32_t op_traits(const c10::FunctionSchema& schema);

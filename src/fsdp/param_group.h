@@ -13,7 +13,9 @@
 #include <torch/nn/module.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -24,6 +26,22 @@ class Schedule;
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+/// What fully_shard was told of the parameters of one group.
+struct GroupPolicy {
+  MixedPrecisionPolicy mp;
+  /// Where shards, their gradients and hence the optimizer's state live.
+  c10::Device shard_device = c10::kCPU;
+  bool pin_memory = false;
+};
+
+/// A parameter to shard, and how.
+struct ParamSpec {
+  torch::Tensor tensor;
+  std::string name;
+  std::optional<int64_t> shard_dim{};
+  std::shared_ptr<AllGatherExtension> extension{};
+};
 
 struct Param {
   ParamLayout layout;  // of the gathered parameter, its dtype included
@@ -36,9 +54,11 @@ struct Param {
   WeakStorage storage;
   std::shared_ptr<WriteObserver> observer;  // of the shard
   torch::Tensor accumulated{};        // whole gradients of backwards without sync, in reduce_dtype
+  torch::Tensor partial{};            // sharded sums of backwards without all-reduce, undivided
   torch::Tensor stale_gradient{};     // what a handle from before wrapping finds as its gradient
   uint32_t local_version = 0;         // of the shard's local part, when it was last gathered
   bool member_requires_grad = false;  // as it was seen last
+  bool uninitialised = false;         // to_empty() gave it memory, and nothing has written there
 
   torch::Tensor lock_member() const;
   /// Brings the flags of member and shard in line: a user may freeze or thaw either.
@@ -49,18 +69,25 @@ struct Param {
   }
 };
 
+/// Where a shard belongs.
+struct ShardWrites final : WriteObserver {
+  ShardWrites(std::weak_ptr<ParamGroup> group, size_t index)
+      : group(std::move(group)), index(index) {}
+  void before_write() override;
+  const std::weak_ptr<ParamGroup> group;
+  const size_t index;
+};
+
 /// Not thread-safe by itself: the schedule's lock guards it, but for the pin count.
 class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
  public:
-  ParamGroup(DeviceMesh mesh, const MixedPrecisionPolicy& policy)
-      : mp_policy(policy), mesh_(std::move(mesh)) {}
+  ParamGroup(DeviceMesh mesh, const GroupPolicy& policy) : policy(policy), mesh_(std::move(mesh)) {}
 
-  const MixedPrecisionPolicy mp_policy;
+  const GroupPolicy policy;
 
   /// Takes over whole parameters: makes their shards, and turns each into a member that gathers
-  /// itself. `members` are dense leaf tensors on the mesh's device. Collective when the mesh's
-  /// reduction group has yet to be made.
-  void adopt(const std::vector<torch::Tensor>& members, const std::vector<std::string>& names);
+  /// itself. Dense leaf tensors. Collective when the mesh's reduction group has yet to be made.
+  void adopt(const std::vector<ParamSpec>& specs);
 
   // Bytes.
   bool unsharded() const { return unsharded_; }
@@ -71,6 +98,14 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   /// Frees the whole parameters, or an unfinished gather; waits for nothing. Nothing happens while
   /// pinned.
   void reshard();
+  /// The same, but keeps this rank's part among the ranks of post_forward_mesh, if there is one.
+  void reshard_after_forward_pass();
+  /// 1-D, a part of the sharding dimension. Undefined: none.
+  void set_post_forward_mesh(const DeviceMesh& mesh);
+  /// Error naming parameters that are on the meta device, or have memory but no values yet.
+  void check_initialised() const;
+  /// Gives a parameter on the meta device memory. Nothing happens elsewhere.
+  void materialise(size_t index);
 
   // Gradients.
   bool trainable() const;
@@ -80,6 +115,8 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   /// takes them away.
   void start_reduce(uint32_t fingerprint);
   bool reducing() const { return !reduces_.empty(); }
+  /// Reductions stay within one copy for now.
+  bool keeps_partial_sums() const { return !requires_all_reduce && mesh_.ndim() == 2; }
   /// Blocks; adds the mean over ranks to the shards' gradients and runs the hooks that users put on
   /// the shards.
   void finish_reduce();
@@ -106,6 +143,7 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   /// Its parameters' names, for errors.
   const std::string& name() const { return name_; }
   const DeviceMesh& mesh() const { return mesh_; }
+  GroupComm& comm() { return *comm_; }
   std::vector<Param>& params() { return params_; }
   const std::vector<Param>& params() const { return params_; }
 
@@ -118,9 +156,22 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   bool reshard_after_backward = true;
   /// False: gradients stay whole, on this rank, and add up until a backward with true.
   bool requires_gradient_sync = true;
-  bool owes_reduction = false;  // there was a backward without sync
-  bool kept_by_user = false;    // by unshard(), until reshard() or the end of backward
-  std::atomic<int> pins{0};     // ops running on the bytes right now
+  /// False: gradients are summed over the ranks of one copy only, and add up there.
+  bool requires_all_reduce = true;
+  bool owes_reduction = false;  // there was a backward without sync, or without all-reduce
+  bool unshard_in_backward = true;
+  bool used_for_training = false;  // there was a forward with autograd
+  bool initialising = false;       // init_weights() runs
+  /// Whether an op may write to members, that is, to the shards.
+  bool writable() const { return initialising || !used_for_training; }
+  size_t reduces_in_flight = 1;  // most at once, before this group's starts
+  std::optional<double> gradient_divide_factor;
+  std::function<void(const torch::Tensor&)> all_reduce_hook;
+  /// To be gathered when this group has been; not given: by what followed last time.
+  std::optional<std::vector<std::weak_ptr<ParamGroup>>> forward_prefetch, backward_prefetch;
+  bool prefetched_on_request = false;
+  bool kept_by_user = false;  // by unshard(), until reshard() or the end of backward
+  std::atomic<int> pins{0};   // ops running on the bytes right now
   std::set<size_t>
       touched;  // trainable parameters used with grad mode on since the last forward began
   std::set<size_t> arrived;  // of these, whose gradient is there in this backward
@@ -128,16 +179,20 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
  private:
   struct PendingReduce {
     std::vector<size_t> params;
+    bool partial;  // to be kept for a later one
     std::unique_ptr<Reduce> reduce;
   };
   torch::Tensor make_shard(const torch::Tensor& member, const ParamLayout& layout);
+  torch::Tensor make_member_data(const ParamLayout& layout, c10::Storage storage) const;
   void add_gradient(Param& param, torch::Tensor gradient);
   void name_group();
 
   std::string name_, gather_text_, reduce_text_;
   DeviceMesh mesh_;
   std::vector<Param> params_;
-  std::unique_ptr<GroupComm> comm_;
+  std::unique_ptr<GroupComm> comm_, post_forward_comm_;
+  DeviceMesh post_forward_mesh_;
+  std::vector<torch::Tensor> post_forward_shards_;  // of whole parameters that were let go
   std::unique_ptr<Gather> gather_;
   std::vector<PendingReduce> reduces_;
   bool unsharded_ = false;

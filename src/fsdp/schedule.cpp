@@ -82,8 +82,10 @@ void Schedule::absorb(Schedule& other) {
     group->reshard();
     add(group);
   }
+  first_checks_.insert(first_checks_.end(), other.first_checks_.begin(), other.first_checks_.end());
   other.groups_.clear();
   other.checks_.clear();
+  other.first_checks_.clear();
 }
 
 void Schedule::check_after_backward(std::function<void()> check) {
@@ -99,8 +101,18 @@ std::vector<std::shared_ptr<ParamGroup>> Schedule::live_groups() const {
   return live;
 }
 
+void Schedule::check_before_use(std::function<void()> check) {
+  std::lock_guard lock(mutex_);
+  first_checks_.push_back(std::move(check));
+}
+
 void Schedule::touch(ParamGroup& group, size_t param) {
   std::lock_guard lock(mutex_);
+  if (!group.unsharded()) group.check_initialised();
+  while (!first_checks_.empty() && !group.initialising) {
+    first_checks_.back()();
+    first_checks_.pop_back();
+  }
   if (inside_backward()) {
     begin_backward();
   } else {
@@ -108,6 +120,7 @@ void Schedule::touch(ParamGroup& group, size_t param) {
   }
   if (at::GradMode::is_enabled() && group.params()[param].shard.requires_grad()) {
     group.touched.insert(param);
+    group.used_for_training = true;
   }
   if (kChecks && group.unsharded() && group.pins == 0) group.notice_local_writes();
   ensure_unsharded(group);
@@ -141,16 +154,36 @@ void Schedule::ensure_unsharded(ParamGroup& group) {
   if (!prefetched) start_gather(group);
   remember(group);
   check_agreement(group, group.finish_gather());
-  prefetch();
+  group.prefetched_on_request = false;
+  prefetch(&group);
 }
 
-void Schedule::prefetch() {
+void Schedule::prefetch(const ParamGroup* gathered) {
+  const auto may_gather = [&](const std::shared_ptr<ParamGroup>& next) {
+    return next && !next->unsharded() && !next->gathering() &&
+           (!backward_ || next->unshard_in_backward);
+  };
+  const auto* request = !gathered   ? nullptr
+                        : backward_ ? &gathered->backward_prefetch
+                                    : &gathered->forward_prefetch;
+  if (request && *request) {
+    for (const auto& weak : **request) {
+      const auto next = weak.lock();
+      if (!may_gather(next)) continue;
+      TORCH_CHECK(next->schedule.get() == this, "group '", gathered->name(),
+                  "' is to prefetch group '", next->name(),
+                  "', which belongs to another root module");
+      next->prefetched_on_request = true;
+      start_gather(*next);
+    }
+    return;
+  }
   const size_t n = pass_.size();
   const auto found =
       successors_.find({mode(), n > 1 ? pass_[n - 2] : nullptr, n > 0 ? pass_[n - 1] : nullptr});
   if (found == successors_.end()) return;
   const auto next = found->second.lock();
-  if (next && !next->unsharded() && !next->gathering()) start_gather(*next);
+  if (may_gather(next)) start_gather(*next);
 }
 
 void Schedule::start_gather(ParamGroup& group) {
@@ -183,11 +216,15 @@ void Schedule::remember(ParamGroup& group) {
 void Schedule::free_unrelated(const ParamGroup& group) {
   for (const auto& other : live_groups()) {
     if (other.get() == &group || other->kept_by_user) continue;
-    const bool wrong_guess = other->gathering();
+    const bool wrong_guess = other->gathering() && !other->prefetched_on_request;
     const bool kept =
         !other->reshard_after_forward || (backward_ && !other->reshard_after_backward);
     const bool done = other->unsharded() && !kept && group.ancestors.count(other.get()) == 0;
-    if (wrong_guess || done) other->reshard();
+    if (done && !backward_) {
+      other->reshard_after_forward_pass();
+    } else if (wrong_guess || done) {
+      other->reshard();
+    }
   }
 }
 
@@ -206,6 +243,7 @@ void Schedule::begin_backward() {
   backward_tasks_ = {task};
   backward_threads_ = {thread};
   ++backwards_;
+  const ParamGroup* last = pass_.empty() ? nullptr : pass_.back();
   pass_.clear();
   reduce_order_.clear();
   reduce_cursor_ = 0;
@@ -220,7 +258,7 @@ void Schedule::begin_backward() {
     if (group->owes_reduction) plan_reduce(*group);
   }
   queue_end_of_backward(std::move(token));
-  prefetch();
+  prefetch(last);
 }
 
 void Schedule::queue_end_of_backward(std::shared_ptr<Backward> token) {
@@ -261,18 +299,22 @@ void Schedule::issue_ready(bool flush) {
   while (reduce_cursor_ < reduce_order_.size()) {
     ParamGroup& group = *reduce_order_[reduce_cursor_];
     if (!flush && !ready(group)) return;
-    // One reduction on its way at a time: its buffers are as large as the group.
-    finish_reduces();
+    // Few reductions on their way at a time: their buffers are as large as the groups.
+    finish_reduces(group.reduces_in_flight - 1);
     const auto fingerprint = static_cast<uint32_t>(group.id * 7919 + backwards_);
     group.start_reduce(fingerprint);
-    group.owes_reduction = false;
+    group.owes_reduction = group.keeps_partial_sums();
     reducing_.push_back(reduce_order_[reduce_cursor_]);
     ++reduce_cursor_;
   }
 }
 
-void Schedule::finish_reduces() {
-  for (const auto& group : std::exchange(reducing_, {})) group->finish_reduce();
+void Schedule::finish_reduces(size_t in_flight) {
+  while (reducing_.size() > in_flight) {
+    const auto group = reducing_.front();
+    reducing_.erase(reducing_.begin());
+    group->finish_reduce();
+  }
 }
 
 void Schedule::end_backward() {
@@ -329,6 +371,11 @@ void Schedule::unshard(ParamGroup& group, bool async_op) {
   PlainOps plain;
   if (!group.gathering()) start_gather(group);
   if (!async_op) check_agreement(group, group.finish_gather());
+}
+
+void Schedule::reset() {
+  std::lock_guard lock(mutex_);
+  abandon_backward();
 }
 
 void Schedule::reshard(ParamGroup& group) {

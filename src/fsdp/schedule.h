@@ -45,6 +45,10 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   // What FSDPModule's controls do.
   void unshard(ParamGroup& group, bool async_op);
   void reshard(ParamGroup& group);
+  /// Drops everything that belongs to the current iteration, gradients that add up included.
+  void reset();
+  /// Runs once, before the next use of a parameter.
+  void check_before_use(std::function<void()> check);
 
  private:
   enum class Mode : int64_t { kForward = 0, kBackward = 1 };
@@ -59,18 +63,18 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
   void ensure_unsharded(ParamGroup& group);
   void start_gather(ParamGroup& group);
   void remember(ParamGroup& group);
-  void prefetch();
+  void prefetch(const ParamGroup* gathered);
   void plan_reduce(ParamGroup& group);
   void free_unrelated(const ParamGroup& group);
   void issue_ready(bool flush);
-  void finish_reduces();
+  void finish_reduces(size_t in_flight = 0);
   bool ready(const ParamGroup& group) const;
   std::vector<std::shared_ptr<ParamGroup>> live_groups() const;
   Mode mode() const { return backward_ ? Mode::kBackward : Mode::kForward; }
 
   std::recursive_mutex mutex_;
   std::vector<std::weak_ptr<ParamGroup>> groups_;
-  std::vector<std::function<void()>> checks_;
+  std::vector<std::function<void()>> checks_, first_checks_;
   int64_t gathers_ = 0;    // started so far; the same on all ranks
   int64_t backwards_ = 0;  // begun so far
 

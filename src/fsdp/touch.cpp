@@ -2,8 +2,10 @@
 
 #include "fsdp/touch.h"
 
+#include "dispatch/backward.h"
 #include "dispatch/intercept.h"
 #include "fsdp/gathered_storage.h"
+#include "fsdp/member_writes.h"
 #include "fsdp/op_traits.h"
 #include "fsdp/param_group.h"
 #include "fsdp/schedule.h"
@@ -46,6 +48,20 @@ GatheredStorage& storage_of(const c10::OperatorHandle& op, const torch::Tensor& 
   return *storage;
 }
 
+/// Whether the op writes, knowingly, to a member that can be written to.
+bool writes_to_shards(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
+                      torch::jit::Stack& stack) {
+  if (!info.mutates || (info.flags & (kHiddenWrite | kNoWrite | kWritesByData))) return false;
+  bool found = false;
+  dispatch::map_arguments(
+      info, stack, [&](const torch::Tensor& tensor, size_t i) -> std::optional<torch::Tensor> {
+        if (info.written[i] && is_gathered(tensor))
+          found = found || storage_of(op, tensor).group()->writable();
+        return std::nullopt;
+      });
+  return found && !dispatch::inside_backward();
+}
+
 bool writes(const c10::OperatorHandle& op, const dispatch::OpInfo& info, size_t argument) {
   if (info.flags & kHiddenWrite) return true;
   if (info.flags & kWritesRunningStatistics) {
@@ -66,6 +82,7 @@ void refuse_write(const c10::OperatorHandle& op, const GatheredStorage& storage)
 
 void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                     c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (writes_to_shards(op, info, *stack)) return write_to_shards(op, info, *stack);
   Pins pins;
   c10::SmallVector<const c10::StorageImpl*, 4> ours;
   dispatch::map_arguments(
@@ -92,7 +109,7 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
 /// Casts what meets a parameter to the parameter's dtype, under autograd.
 void cast_inputs(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                  torch::jit::Stack& stack, const GatheredStorage& parameter) {
-  const MixedPrecisionPolicy& policy = parameter.group()->mp_policy;
+  const MixedPrecisionPolicy& policy = parameter.group()->policy.mp;
   const torch::ScalarType target = parameter.group()->params()[parameter.index()].layout.dtype;
   dispatch::map_arguments(
       info, stack, [&](const torch::Tensor& tensor, size_t i) -> std::optional<torch::Tensor> {
@@ -115,20 +132,22 @@ void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                     c10::DispatchKeySet keys, torch::jit::Stack* stack,
                     const dispatch::Next& next) {
   Pins pins;
+  bool written = false;
   const GatheredStorage* caster = nullptr;  // the first parameter that has the others cast
   dispatch::map_arguments(
-      info, *stack, [&](const torch::Tensor& tensor, size_t) -> std::optional<torch::Tensor> {
+      info, *stack, [&](const torch::Tensor& tensor, size_t i) -> std::optional<torch::Tensor> {
         const GatheredStorage* storage = gathered_storage(tensor);
         if (!storage) return std::nullopt;
+        written = written || info.written[i];
         if (info.flags & kReadsEarly) pins.touch(*storage);
         Param& param = storage->group()->params()[storage->index()];
         if (param.is_member(tensor)) param.align_requires_grad(tensor);
-        if (!caster && storage->group()->mp_policy.param_dtype && tensor.is_floating_point()) {
+        if (!caster && storage->group()->policy.mp.param_dtype && tensor.is_floating_point()) {
           caster = storage;
         }
         return std::nullopt;
       });
-  if (caster && !info.view) cast_inputs(op, info, *stack, *caster);
+  if (caster && !info.view && !written) cast_inputs(op, info, *stack, *caster);
   next.callBoxed(op, keys, stack);
 }
 

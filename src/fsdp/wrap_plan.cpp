@@ -1,6 +1,8 @@
 #include "fsdp/wrap_plan.h"
 
 #include "fsdp/module_access.h"
+#include "fsdp/wrap_options.h"
+#include "mesh/mesh_impl.h"
 
 #include <unordered_set>
 
@@ -44,7 +46,23 @@ std::unordered_map<torch::nn::Module*, ModulePtr> plan_twins(torch::nn::Module& 
   return twins;
 }
 
-void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
+/// Parameters that are left alone, here and below.
+std::unordered_set<c10::TensorImpl*> ignored_below(const std::vector<ModulePtr>& modules,
+                                                   const std::vector<torch::Tensor>& ignored) {
+  std::unordered_set<c10::TensorImpl*> out;
+  for (const torch::Tensor& tensor : ignored) out.insert(tensor.unsafeGetTensorImpl());
+  for (const ModulePtr& module : modules) {
+    for (const auto& below : module->modules()) {
+      const State state = wrapped_modules().find(*below);
+      if (!state) continue;
+      for (const WeakTensor& weak : state->ignored) out.insert(weak._unsafe_get_target());
+    }
+  }
+  return out;
+}
+
+void plan_module(const ModulePtr& root, const std::string& prefix,
+                 const std::unordered_set<c10::TensorImpl*>& ignored, Plan& plan,
                  std::unordered_map<c10::TensorImpl*, size_t>& seen) {
   const auto twins = plan_twins(*root, plan);
   for (const auto& item : root->named_modules(prefix)) {
@@ -57,6 +75,7 @@ void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
     for (auto& parameter : fsdp::registered_parameters(registry)) {
       torch::Tensor& tensor = parameter.value();
       if (!tensor.defined() || is_dtensor(tensor)) continue;
+      if (ignored.contains(tensor.unsafeGetTensorImpl())) continue;
       const std::string name =
           item.key().empty() ? parameter.key() : item.key() + "." + parameter.key();
       if (fsdp::is_gathered(tensor)) {
@@ -64,12 +83,8 @@ void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
         continue;
       }
       auto [found, fresh] = seen.try_emplace(tensor.unsafeGetTensorImpl(), plan.parameters.size());
-      if (fresh) {
-        plan.parameters.push_back(tensor);
-        plan.names.push_back(name);
-        plan.entries.emplace_back();
-      }
-      plan.entries[found->second].push_back({&tensor, name});
+      if (fresh) plan.parameters.push_back({.spec = {.tensor = tensor, .name = name}});
+      plan.parameters[found->second].entries.push_back({&tensor, name});
     }
     for (const torch::Tensor& buffer : item.value()->buffers(/*recurse=*/false)) {
       if (buffer.defined()) plan.buffers.push_back(buffer);
@@ -77,16 +92,8 @@ void plan_module(const ModulePtr& root, const std::string& prefix, Plan& plan,
   }
 }
 
-void check(const std::vector<ModulePtr>& modules, const DeviceMesh& mesh) {
+void check(const std::vector<ModulePtr>& modules) {
   TORCH_CHECK(!modules.empty(), "fully_shard: no module was given");
-  TORCH_CHECK(mesh.ndim() == 1 || mesh.ndim() == 2,
-              "fully_shard: the mesh must be 1-D, or 2-D to replicate over its first dimension and "
-              "shard over its second, but it is ",
-              mesh.to_string(), "; pass one or two of its dimensions, mesh[{\"a\", \"b\"}]");
-  TORCH_CHECK(mesh.ndim() == 1 || !mesh.mesh_dim_names().empty(),
-              "fully_shard: a 2-D mesh must name its dimensions, so that it is plain which one "
-              "replicates and which one shards: init_device_mesh(device, shape, {\"replicate\", "
-              "\"shard\"})");
   for (const ModulePtr& module : modules) {
     TORCH_CHECK(module, "fully_shard: a module is null");
     TORCH_CHECK(!wrapped_modules().find(*module), "fully_shard was called on this ", module->name(),
@@ -97,19 +104,13 @@ void check(const std::vector<ModulePtr>& modules, const DeviceMesh& mesh) {
   }
 }
 
-void check_policy(const MixedPrecisionPolicy& policy) {
-  for (const auto& dtype : {policy.param_dtype, policy.reduce_dtype}) {
-    TORCH_CHECK(!dtype || c10::isFloatingType(*dtype), "fully_shard: mp_policy has ",
-                c10::toString(dtype.value_or(torch::kFloat)), "; its dtypes must be floating");
-  }
-}
-
 void check_parents(const std::vector<ModulePtr>& modules, const Plan& plan) {
   std::unordered_set<c10::TensorImpl*> owned_below;
   for (const State& state : plan.inner) {
-    auto group = state->group.lock();
-    if (!group) continue;
-    for (const auto& param : group->params()) owned_below.insert(param.shard.unsafeGetTensorImpl());
+    for (const auto& group : state->groups()) {
+      for (const auto& param : group->params())
+        owned_below.insert(param.shard.unsafeGetTensorImpl());
+    }
   }
   for (const ModulePtr& module : modules) {
     for (const auto& item : module->named_parameters()) {
@@ -128,18 +129,19 @@ void check_parents(const std::vector<ModulePtr>& modules, const Plan& plan) {
 void check_aliases(const Plan& plan) {
   std::unordered_map<c10::StorageImpl*, size_t> owners;
   std::unordered_set<c10::TensorImpl*> bases;
-  for (const torch::Tensor& parameter : plan.parameters) {
+  for (const PlannedParam& planned : plan.parameters) {
+    const torch::Tensor& parameter = planned.spec.tensor;
     size_t& count = owners[parameter.storage().unsafeGetStorageImpl()];
     ++count;
     // Made as a view: autograd keeps what it is a view of.
     if (parameter.is_view() && bases.insert(parameter._base().unsafeGetTensorImpl()).second)
       ++count;
   }
-  for (size_t i = 0; i < plan.parameters.size(); ++i) {
-    const c10::Storage& storage = plan.parameters[i].storage();
+  for (const PlannedParam& planned : plan.parameters) {
+    const c10::Storage& storage = planned.spec.tensor.storage();
     TORCH_CHECK(
         storage.use_count() <= owners[storage.unsafeGetStorageImpl()], "fully_shard: parameter '",
-        plan.names[i],
+        planned.spec.name,
         "' shares its memory with a tensor that is not among the parameters being "
         "sharded (a cached view, a tensor it was set from, a graph that is still alive): that "
         "tensor would keep the old values. Drop or clone() it before fully_shard.");
@@ -156,45 +158,53 @@ size_t count_parameters(const torch::nn::Module& module) {
 
 }  // namespace
 
-Plan make_plan(const std::vector<ModulePtr>& modules, const DeviceMesh& mesh,
-               const MixedPrecisionPolicy& policy) {
-  check(modules, mesh);
-  check_policy(policy);
+Plan make_plan(const std::vector<ModulePtr>& modules, const FullyShardOptions& options) {
+  check(modules);
   Plan plan;
+  plan.mesh = options.mesh.defined() ? options.mesh : default_mesh();
+  check_mesh(plan.mesh);
+  plan.policy = group_policy(options, plan.mesh);
+  plan_reshard_after_forward(options, plan);
+  const auto ignored = ignored_below(modules, options.ignored_params);
   std::unordered_map<c10::TensorImpl*, size_t> seen;
   for (size_t i = 0; i < modules.size(); ++i) {
-    plan_module(modules[i], modules.size() > 1 ? std::to_string(i) : "", plan, seen);
+    plan_module(modules[i], modules.size() > 1 ? std::to_string(i) : "", ignored, plan, seen);
   }
   check_parents(modules, plan);
   check_aliases(plan);
+  for (PlannedParam& planned : plan.parameters) place(options, plan.mesh, planned);
   return plan;
 }
 
 void rename_inner(const Plan& plan) {
   for (size_t i = 0; i < plan.inner.size(); ++i) {
     const FSDPModule::Impl& state = *plan.inner[i];
-    const auto group = state.group.lock();
-    if (!group) continue;
-    for (size_t p = 0; p < state.parameter_names.size(); ++p) {
-      const std::string& name = state.parameter_names[p];
-      if (!name.starts_with(state.prefix)) continue;
-      group->rename(p, plan.inner_paths[i] + "." + name.substr(state.prefix.size()));
+    for (const FSDPModule::Impl::Owned& owned : state.owned) {
+      const auto group = owned.group.lock();
+      for (size_t p = 0; group && p < owned.names.size(); ++p) {
+        const std::string& name = owned.names[p];
+        if (!name.starts_with(state.prefix)) continue;
+        group->rename(p, plan.inner_paths[i] + "." + name.substr(state.prefix.size()));
+      }
     }
   }
 }
 
-std::function<void()> census(const std::vector<ModulePtr>& modules) {
+std::function<void()> census(const std::vector<ModulePtr>& modules,
+                             const std::vector<torch::Tensor>& ignored) {
   std::vector<std::pair<std::weak_ptr<torch::nn::Module>, size_t>> counted;
   counted.reserve(modules.size());
   for (const ModulePtr& module : modules) counted.emplace_back(module, count_parameters(*module));
-  return [counted] {
+  return [counted, left_alone = ignored_below(modules, ignored)] {
     for (const auto& [weak, count] : counted) {
       const ModulePtr module = weak.lock();
       if (!module || count_parameters(*module) == count) continue;
       for (const auto& item : module->named_parameters()) {
-        TORCH_CHECK(is_dtensor(item.value()), "parameter '", item.key(), "' of ", module->name(),
-                    " was registered after fully_shard: each rank would train it alone. Register "
-                    "it before wrapping.");
+        TORCH_CHECK(
+            is_dtensor(item.value()) || left_alone.contains(item.value().unsafeGetTensorImpl()),
+            "parameter '", item.key(), "' of ", module->name(),
+            " was registered after fully_shard: each rank would train it alone. Register "
+            "it before wrapping.");
       }
     }
   };

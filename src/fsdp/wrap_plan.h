@@ -26,12 +26,21 @@ struct Twin {
   ModulePtr module;
 };
 
+/// A parameter to shard.
+struct PlannedParam {
+  ParamSpec spec;
+  DeviceMesh mesh{};
+  std::vector<Entry> entries{};  // where it is registered
+};
+
 /// What one call is going to do, worked out before anything changes.
 struct Plan {
-  std::vector<torch::Tensor> parameters;  // to shard, each once
-  std::vector<std::string> names;
-  std::vector<std::vector<Entry>> entries;  // of each
-  std::vector<Entry> shared;                // entries that hold a member of another group
+  DeviceMesh mesh;
+  GroupPolicy policy;
+  std::optional<bool> reshard_after_forward;
+  int64_t reshard_to = 0;                // ranks to reshard to after forward; 0: all
+  std::vector<PlannedParam> parameters;  // each once
+  std::vector<Entry> shared;             // entries that hold a member of another group
   std::vector<torch::Tensor> buffers;
   std::vector<State> inner;  // wrapped modules below
   std::vector<std::string> inner_paths;
@@ -39,14 +48,14 @@ struct Plan {
 };
 
 /// Error if the modules cannot be wrapped so.
-Plan make_plan(const std::vector<ModulePtr>& modules, const DeviceMesh& mesh,
-               const MixedPrecisionPolicy& policy);
+Plan make_plan(const std::vector<ModulePtr>& modules, const FullyShardOptions& options);
 
 /// Errors name a parameter by its path from the outermost wrapped module.
 void rename_inner(const Plan& plan);
 
 /// A parameter that is registered after wrapping would be trained by each rank alone: to be run
 /// after backward.
-std::function<void()> census(const std::vector<ModulePtr>& modules);
+std::function<void()> census(const std::vector<ModulePtr>& modules,
+                             const std::vector<torch::Tensor>& ignored);
 
 }  // namespace fsdp2::fsdp

@@ -21,18 +21,31 @@ using fsdp::Schedule;
 
 /// What is known of one wrapped module.
 struct FSDPModule::Impl {
+  /// A group of this module, and its parameters' names as the module sees them.
+  struct Owned {
+    std::weak_ptr<ParamGroup> group;
+    std::vector<std::string> names;
+  };
   std::weak_ptr<torch::nn::Module> module;
   std::string name;
   std::shared_ptr<Schedule> schedule;
-  std::weak_ptr<ParamGroup> group;  // none if every parameter belongs to wrapped children
+  std::vector<Owned> owned;  // none if every parameter belongs to wrapped children
   std::vector<std::string> parameter_names;
   std::string prefix;  // of those that this module has, if its group is that of several modules
   bool root = true;
   std::optional<bool> reshard_after_forward;
+  std::vector<fsdp::WeakTensor> ignored;
 
+  std::vector<std::shared_ptr<ParamGroup>> groups() const {
+    std::vector<std::shared_ptr<ParamGroup>> alive;
+    for (const Owned& each : owned) {
+      if (auto group = each.group.lock()) alive.push_back(std::move(group));
+    }
+    return alive;
+  }
   void apply_reshard_after_forward() const {
-    if (auto owned = group.lock())
-      owned->reshard_after_forward = reshard_after_forward.value_or(!root);
+    for (const auto& group : groups())
+      group->reshard_after_forward = reshard_after_forward.value_or(!root);
   }
   std::shared_ptr<torch::nn::Module> alive() const {
     auto locked = module.lock();

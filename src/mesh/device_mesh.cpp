@@ -326,6 +326,11 @@ DeviceMesh default_mesh() {
   return made->second;
 }
 
+DeviceMesh neighbours(const DeviceMesh& mesh, int64_t size) {
+  return DeviceMesh::from_group(comm::neighbour_group(mesh.get_group(mesh.ndim() - 1), size),
+                                mesh.device_type());
+}
+
 ProcessGroup reduce_group_of(const DeviceMesh& mesh, const DeviceMesh::Dim& dim) {
   return comm::second_group(mesh.get_group(dim));
 }

@@ -16,4 +16,8 @@ DeviceMesh default_mesh();
 /// a group of one rank is its own second.
 ProcessGroup reduce_group_of(const DeviceMesh& mesh, const DeviceMesh::Dim& dim);
 
+/// 1-D: this rank and its neighbours along the last dimension, `size` of them, a factor of that
+/// dimension's. The first call for a mesh and a size is collective over the dimension.
+DeviceMesh neighbours(const DeviceMesh& mesh, int64_t size);
+
 }  // namespace fsdp2

@@ -292,6 +292,7 @@ TEST_P(FullyShard, MisuseIsRefused) {
     shard(net);
     expect_error([&] { fully_shard(net); }, "before");
     expect_error([&] { fully_shard(net->head); }, "wrap children before");
+    net->forward(torch::zeros({1, 2}, torch::kLong)).sum().backward();
     torch::NoGradGuard no_grad;
     expect_error([&] { net->head->weight.mul_(2); }, "'head.weight'");
     expect_error([&] { torch::nn::init::zeros_(net->blocks[0]->as<BlockImpl>()->a->weight); },

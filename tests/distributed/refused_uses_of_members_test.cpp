@@ -27,6 +27,8 @@ void expect_refused(const char* what, const std::function<void(TwoLinear&)>& use
                     const std::vector<std::string>& parts = {"weight'"}) {
   Twins<TwoLinear> twins;
   wrap_layers(twins.sharded, true);
+  twins.backward(loss);  // before training begins, writes go to the shards
+  twins.zero_grad();
   const std::string error = error_of([&] { use(twins.sharded); });
   EXPECT_NE(error, "") << what << " was not refused";
   for (const std::string& part : parts) EXPECT_THAT(error, HasSubstr(part)) << what;

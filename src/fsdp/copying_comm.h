@@ -1,0 +1,41 @@
+#pragma once
+
+// The GroupComm that copies: shards into one buffer, an all-gather, and out of it again; gradients
+// into one buffer, a reduce-scatter, and out of it.
+
+#include "fsdp/group_comm.h"
+
+#include <fsdp2/collectives.h>
+
+namespace fsdp2::fsdp {
+
+/// What all gathers and reductions of one group need.
+struct CommContext {
+  std::vector<ParamLayout> layouts;
+  ProcessGroup gather_group;
+  ProcessGroup reduce_group;
+  ProcessGroup replicate_group;  // null without replicas
+  c10::Device device = c10::kCPU;
+  int64_t world = 1;  // ranks that share one copy
+  int64_t rank = 0;   // among these
+  int64_t replicas = 1;
+  bool extended = false;  // some layout has an extension
+
+  /// Memory of one whole parameter as a tensor.
+  torch::Tensor whole(void* data, size_t param) const;
+};
+
+using CommContextPtr = std::shared_ptr<const CommContext>;
+
+std::unique_ptr<Gather> start_copying_gather(CommContextPtr context,
+                                             std::shared_ptr<AllGather> custom,
+                                             const std::vector<torch::Tensor>& shards,
+                                             const GatherWords& words);
+std::unique_ptr<Reduce> start_copying_reduce(CommContextPtr context,
+                                             std::shared_ptr<ReduceScatter> custom,
+                                             const std::vector<ReduceInput>& inputs,
+                                             const ReduceOptions& options);
+
+inline int64_t align_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+}  // namespace fsdp2::fsdp

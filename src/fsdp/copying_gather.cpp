@@ -1,0 +1,212 @@
+#include "fsdp/checks.h"
+#include "fsdp/copying_comm.h"
+#include "fsdp/plain_ops.h"
+
+#include <cstring>
+
+namespace fsdp2::fsdp {
+namespace {
+
+constexpr int64_t kAlignment =
+    64;  // what the CPU allocator gives; kernels round differently on less
+constexpr int64_t kWordBytes = 64;
+static_assert(sizeof(GatherWords) <= kWordBytes);
+
+std::vector<c10::DataPtr> allocate(const std::vector<ParamLayout>& layouts, c10::Device device) {
+  std::vector<c10::DataPtr> out;
+  out.reserve(layouts.size());
+  c10::Allocator* allocator = c10::GetAllocator(device.type());
+  for (const ParamLayout& layout : layouts) {
+    out.push_back(allocator->allocate(static_cast<size_t>(layout.nbytes())));
+  }
+  return out;
+}
+
+class LocalGather final : public Gather {
+ public:
+  LocalGather(CommContextPtr context, std::vector<torch::Tensor> shards, const GatherWords& words)
+      : context_(std::move(context)), shards_(std::move(shards)), words_{words} {}
+
+  std::vector<c10::DataPtr> finish(const std::string&) override {
+    PlainOps plain;
+    std::vector<c10::DataPtr> out = allocate(context_->layouts, context_->device);
+    for (size_t i = 0; i < out.size(); ++i) {
+      if (context_->layouts[i].numel > 0) context_->whole(out[i].get(), i).copy_(shards_[i]);
+    }
+    shards_.clear();
+    return out;
+  }
+  const std::vector<GatherWords>& words() const override { return words_; }
+
+ private:
+  CommContextPtr context_;
+  std::vector<torch::Tensor> shards_;
+  std::vector<GatherWords> words_;
+};
+
+/// A tensor that every rank sends of one parameter, and where it lies in a rank's piece.
+struct Item {
+  size_t param;
+  torch::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  int64_t offset;
+  int64_t nbytes;
+};
+
+class CopyingGather final : public Gather {
+ public:
+  CopyingGather(CommContextPtr context, std::shared_ptr<AllGather> custom,
+                const std::vector<torch::Tensor>& shards, const GatherWords& words)
+      : context_(std::move(context)), custom_(std::move(custom)) {
+    PlainOps plain;
+    std::vector<torch::Tensor> sent;
+    for (size_t i = 0; i < shards.size(); ++i) plan(i, shards[i], sent);
+    const auto bytes = at::TensorOptions().dtype(torch::kByte).device(context_->device);
+    input_ = allocate_buffer({piece_}, bytes);
+    output_ = allocate_buffer({piece_ * context_->world}, bytes);
+    auto words_tensor = at::zeros({kWordBytes}, at::TensorOptions().dtype(torch::kByte));
+    if (!input_.is_meta()) {
+      std::memcpy(words_tensor.data_ptr(), &words, sizeof words);
+      input_.narrow(0, 0, kWordBytes).copy_(words_tensor);
+    }
+    for (size_t k = 0; k < items_.size(); ++k) {
+      if (sent[k].numel() > 0)
+        in_piece(input_, items_[k])
+            .narrow(0, 0, sent[k].numel())
+            .view(sent[k].sizes())
+            .copy_(sent[k]);
+    }
+    work_ = custom_ ? (*custom_)(output_, input_, context_->gather_group)
+                    : all_gather_single(output_, input_, context_->gather_group);
+  }
+
+  std::vector<c10::DataPtr> finish(const std::string& what) override {
+    PlainOps plain;
+    wait(work_, what);
+    work_.reset();
+    input_.reset();
+    if (kChecks) read_words();
+    std::vector<c10::DataPtr> out = allocate(context_->layouts, context_->device);
+    for (size_t k = 0; k < items_.size();) {
+      const size_t param = items_[k].param;
+      size_t end = k;
+      while (end < items_.size() && items_[end].param == param) ++end;
+      torch::Tensor whole = context_->whole(out[param].get(), param);
+      if (whole.numel() > 0) {
+        if (context_->layouts[param].extension) {
+          rebuild(param, k, end, whole);
+        } else {
+          copy_out(items_[k], whole);
+        }
+      }
+      k = end;
+    }
+    for (auto& [i, shard] : unsplit_) context_->whole(out[i].get(), i).copy_(shard);
+    output_.reset();
+    return out;
+  }
+  const std::vector<GatherWords>& words() const override { return words_; }
+
+ private:
+  torch::Tensor allocate_buffer(c10::IntArrayRef sizes, const at::TensorOptions& options) {
+    return custom_ ? custom_->allocate(sizes, options) : at::empty(sizes, options);
+  }
+
+  void plan(size_t param, const torch::Tensor& shard, std::vector<torch::Tensor>& sent) {
+    const ParamLayout& layout = context_->layouts[param];
+    if (!layout.shard_dim) {
+      unsplit_.emplace_back(param, shard);
+      return;
+    }
+    const int64_t numel = layout.padded_chunk_numel(context_->world);
+    if (!layout.extension) {
+      add_item(param, layout.dtype, {numel});
+      sent.push_back(shard);
+      return;
+    }
+    torch::Tensor padded = at::zeros({numel}, shard.options());
+    padded.narrow(0, 0, shard.numel()).copy_(shard.reshape({-1}));
+    for (const torch::Tensor& tensor : layout.extension->pre_all_gather(padded)) {
+      add_item(param, tensor.scalar_type(), tensor.sizes().vec());
+      sent.push_back(tensor.contiguous());
+    }
+  }
+
+  void add_item(size_t param, torch::ScalarType dtype, std::vector<int64_t> sizes) {
+    const int64_t nbytes =
+        c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+    items_.push_back({param, dtype, std::move(sizes), piece_, nbytes});
+    piece_ += align_up(nbytes, kAlignment);
+  }
+
+  /// The item in one rank's piece, flat.
+  static torch::Tensor in_piece(const torch::Tensor& piece, const Item& item) {
+    return piece.narrow(0, item.offset, item.nbytes).view(item.dtype);
+  }
+
+  void copy_out(const Item& item, const torch::Tensor& whole) const {
+    const ParamLayout& layout = context_->layouts[item.param];
+    for (int64_t rank = 0; rank < context_->world; ++rank) {
+      const torch::Tensor target = layout.local_part(whole, context_->world, rank);
+      if (target.numel() == 0) break;
+      const torch::Tensor piece = output_.narrow(0, rank * piece_, piece_);
+      target.copy_(in_piece(piece, item).narrow(0, 0, target.numel()).view(target.sizes()));
+    }
+  }
+
+  void rebuild(size_t param, size_t begin, size_t end, const torch::Tensor& whole) const {
+    const ParamLayout& layout = context_->layouts[param];
+    std::vector<torch::Tensor> gathered;
+    for (size_t k = begin; k < end; ++k) {
+      const Item& item = items_[k];
+      std::vector<int64_t> sizes = item.sizes;
+      sizes.insert(sizes.begin(), context_->world);
+      gathered.push_back(output_.view({context_->world, piece_})
+                             .narrow(1, item.offset, item.nbytes)
+                             .contiguous()
+                             .view(item.dtype)
+                             .view(sizes));
+    }
+    const torch::Tensor parts =
+        at::empty({context_->world, layout.padded_chunk_numel(context_->world)}, whole.options());
+    layout.extension->post_all_gather(gathered, parts);
+    for (int64_t rank = 0; rank < context_->world; ++rank) {
+      const torch::Tensor target = layout.local_part(whole, context_->world, rank);
+      if (target.numel() == 0) break;
+      target.copy_(parts[rank].narrow(0, 0, target.numel()).view(target.sizes()));
+    }
+  }
+
+  void read_words() {
+    if (output_.is_meta()) return;
+    torch::Tensor all =
+        output_.view({context_->world, piece_}).narrow(1, 0, kWordBytes).contiguous().cpu();
+    words_.resize(context_->world);
+    for (int64_t rank = 0; rank < context_->world; ++rank) {
+      std::memcpy(&words_[rank], all.const_data_ptr<uint8_t>() + rank * kWordBytes,
+                  sizeof(GatherWords));
+    }
+  }
+
+  CommContextPtr context_;
+  std::shared_ptr<AllGather> custom_;
+  std::vector<Item> items_;
+  int64_t piece_ = kWordBytes;  // bytes that one rank sends
+  torch::Tensor input_, output_;
+  std::vector<std::pair<size_t, torch::Tensor>> unsplit_;
+  std::vector<GatherWords> words_;
+  Work work_;
+};
+
+}  // namespace
+
+std::unique_ptr<Gather> start_copying_gather(CommContextPtr context,
+                                             std::shared_ptr<AllGather> custom,
+                                             const std::vector<torch::Tensor>& shards,
+                                             const GatherWords& words) {
+  if (context->world == 1 && !context->extended && !custom)
+    return std::make_unique<LocalGather>(std::move(context), shards, words);
+  return std::make_unique<CopyingGather>(std::move(context), std::move(custom), shards, words);
+}
+
+}  // namespace fsdp2::fsdp
