@@ -5,7 +5,9 @@
 #include <fsdp2/custom_comm.h>
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/dtensor.h>
+#include <fsdp2/for_each_tensor.h>
 #include <fsdp2/fully_shard.h>
+#include <fsdp2/hooked.h>
 #include <fsdp2/meta_device.h>
 #include <fsdp2/mixed_precision.h>
 #include <fsdp2/module_states.h>

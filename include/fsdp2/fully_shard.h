@@ -15,6 +15,7 @@
 // optimizer after the call.
 
 #include <fsdp2/custom_comm.h>
+#include <fsdp2/detail/boundary.h>
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/mixed_precision.h>
 #include <fsdp2/placement.h>
@@ -166,6 +167,33 @@ class FSDPModule {
   std::shared_ptr<Impl> impl_;
 };
 
+/// The controls of a wrapped module whose class is known, which also call it: `sharded(x)` is
+/// `module->forward(x)` with the module's boundary around it, at which the policy's
+/// cast_forward_inputs and output_dtype are done as in Python (fsdp2/hooked.h says what is cast).
+/// Keeps the module alive.
+template <class Module>
+class Sharded : public FSDPModule {
+ public:
+  Sharded(FSDPModule controls, std::shared_ptr<Module> module)
+      : FSDPModule(std::move(controls)), module_(std::move(module)) {}
+
+  template <class... A>
+  auto operator()(A&&... arguments) const {
+    return detail::call_with(*module_, detail::NoHooks(), detail::bind_forward<Module>(*module_),
+                             std::forward<A>(arguments)...);
+  }
+  /// Another method through the same boundary: sharded.call(&Impl::encode, x). Stands for
+  /// register_fsdp_forward_method; sharding does not need it, as parameters gather in any method.
+  template <class Method, class... A>
+  auto call(Method method, A&&... arguments) const {
+    return detail::call_with(*module_, detail::NoHooks(), detail::bind_method(*module_, method),
+                             std::forward<A>(arguments)...);
+  }
+
+ private:
+  std::shared_ptr<Module> module_;
+};
+
 /// Shards every parameter below `module` that no earlier call has sharded, as one group (one a
 /// mesh, if shard_placement_fn names several), and moves parameters and buffers to the mesh's
 /// device; those on the meta device stay there, see meta_device.h. Wrap children before parents.
@@ -181,9 +209,16 @@ FSDPModule fully_shard(const std::shared_ptr<torch::nn::Module>& module,
 FSDPModule fully_shard(const std::vector<std::shared_ptr<torch::nn::Module>>& modules,
                        const FullyShardOptions& options = {});
 template <class Impl>
-FSDPModule fully_shard(const torch::nn::ModuleHolder<Impl>& module,
-                       const FullyShardOptions& options = {}) {
-  return fully_shard(std::static_pointer_cast<torch::nn::Module>(module.ptr()), options);
+  requires std::derived_from<Impl, torch::nn::Module> && (!std::same_as<Impl, torch::nn::Module>)
+Sharded<Impl> fully_shard(const std::shared_ptr<Impl>& module,
+                          const FullyShardOptions& options = {}) {
+  return {fully_shard(std::static_pointer_cast<torch::nn::Module>(module), options), module};
+}
+template <class Impl>
+Sharded<Impl> fully_shard(const torch::nn::ModuleHolder<Impl>& module,
+                          const FullyShardOptions& options = {}) {
+  return {fully_shard(std::static_pointer_cast<torch::nn::Module>(module.ptr()), options),
+          module.ptr()};
 }
 
 /// True if fully_shard was called on this very module.

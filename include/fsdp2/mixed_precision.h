@@ -19,9 +19,14 @@ struct MixedPrecisionPolicy {
   /// given: that of the gathered parameters. float16 is divided before the sum as well as after it,
   /// so that neither overflows.
   std::optional<c10::ScalarType> reduce_dtype;
-  /// A plain module has no boundary at which its inputs could be cast: a floating tensor of another
-  /// dtype is cast to `param_dtype`, differentiably, by the op in which it meets a parameter.
-  /// False: such a meeting is an error.
+  /// Of what a module returns, at its boundary: floating tensors in its result are cast to it. Not
+  /// given: the result stays as it is. It takes a call that passes a boundary: the one of the
+  /// handle that fully_shard returns, or of a Hooked module (fsdp2/hooked.h).
+  std::optional<c10::ScalarType> output_dtype;
+  /// Cast the floating tensors among a module's inputs to `param_dtype`, differentiably, at its
+  /// boundary. A plain module that is called directly has none: a floating tensor of another dtype
+  /// is then cast by the op in which it meets a parameter. False: inputs arrive untouched; without
+  /// a boundary, such a meeting is an error.
   bool cast_forward_inputs = true;
 };
 

@@ -117,6 +117,7 @@ FSDPModule fully_shard(const std::vector<ModulePtr>& modules, const FullyShardOp
       state->ignored.emplace_back(ignored.getIntrusivePtr());
     if (modules.size() > 1) state->prefix = std::to_string(i) + ".";
     state->reshard_after_forward = plan.reshard_after_forward;
+    state->mp_policy = options.mp_policy;
     state->apply_reshard_after_forward();
     wrapped_modules().add(module, state);
     if (!first) first = state;

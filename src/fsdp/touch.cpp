@@ -4,6 +4,7 @@
 
 #include "dispatch/backward.h"
 #include "dispatch/intercept.h"
+#include "fsdp/boundary.h"
 #include "fsdp/gathered_storage.h"
 #include "fsdp/member_writes.h"
 #include "fsdp/op_traits.h"
@@ -142,7 +143,8 @@ void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
         if (info.flags & kReadsEarly) pins.touch(*storage);
         Param& param = storage->group()->params()[storage->index()];
         if (param.is_member(tensor)) param.align_requires_grad(tensor);
-        if (!caster && storage->group()->policy.mp.param_dtype && tensor.is_floating_point()) {
+        if (!caster && storage->group()->policy.mp.param_dtype && tensor.is_floating_point() &&
+            !inside_boundary(*storage->group())) {
           caster = storage;
         }
         return std::nullopt;

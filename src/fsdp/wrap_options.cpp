@@ -45,11 +45,12 @@ void check_mesh(const DeviceMesh& mesh) {
 }
 
 GroupPolicy group_policy(const FullyShardOptions& options, const DeviceMesh& mesh) {
-  for (const auto& dtype : {options.mp_policy.param_dtype, options.mp_policy.reduce_dtype}) {
+  const MixedPrecisionPolicy& mp = options.mp_policy;
+  for (const auto& dtype : {mp.param_dtype, mp.reduce_dtype, mp.output_dtype}) {
     TORCH_CHECK(!dtype || c10::isFloatingType(*dtype), "fully_shard: mp_policy has ",
                 c10::toString(dtype.value_or(torch::kFloat)), "; its dtypes must be floating");
   }
-  GroupPolicy policy{.mp = options.mp_policy, .shard_device = mesh.device()};
+  GroupPolicy policy{.mp = mp, .shard_device = mesh.device()};
   const auto* offload = std::get_if<CPUOffloadPolicy>(&options.offload_policy);
   if (offload && !mesh.device().is_cpu()) {
     policy.shard_device = c10::kCPU;

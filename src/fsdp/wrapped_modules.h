@@ -35,6 +35,7 @@ struct FSDPModule::Impl {
   bool root = true;
   std::optional<bool> reshard_after_forward;
   std::vector<fsdp::WeakTensor> ignored;
+  MixedPrecisionPolicy mp_policy;
 
   std::vector<std::shared_ptr<ParamGroup>> groups() const {
     std::vector<std::shared_ptr<ParamGroup>> alive;

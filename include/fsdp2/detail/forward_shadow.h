@@ -1,0 +1,82 @@
+#pragma once
+
+// A forward() that hides the one of a module's class: libtorch's modules have no virtual forward.
+
+#include <fsdp2/detail/boundary.h>
+
+#include <type_traits>
+#include <utility>
+
+namespace fsdp2::detail {
+
+template <class Method>
+struct MethodTypes;
+template <class R, class C, class... A>
+struct MethodTypes<R (C::*)(A...)> {
+  using Signature = R(A...);
+};
+template <class R, class C, class... A>
+struct MethodTypes<R (C::*)(A...) const> {
+  using Signature = R(A...);
+};
+
+/// void if forward is overloaded or a template.
+template <class Impl>
+auto signature_of_forward() {
+  if constexpr (requires { typename MethodTypes<decltype(&Impl::forward)>::Signature; }) {
+    return std::type_identity<typename MethodTypes<decltype(&Impl::forward)>::Signature>();
+  } else {
+    return std::type_identity<void>();
+  }
+}
+
+/// Whether forward can be called with fewer arguments than it declares.
+template <class Impl, class Signature>
+struct HasDefaults;
+template <class Impl, class R>
+struct HasDefaults<Impl, R()> : std::false_type {};
+template <class Impl, class R, class First, class... Rest>
+struct HasDefaults<Impl, R(First, Rest...)> {
+  template <class... Fewer>
+  static constexpr bool callable =
+      requires(Impl& module, Fewer (*... make)()) { module.forward(make()...); };
+  template <class Done, class... Left>
+  struct AllButLast;
+  template <class... Done, class Next, class... Left>
+  struct AllButLast<void(Done...), Next, Left...> : AllButLast<void(Done..., Next), Left...> {};
+  template <class... Done, class Last>
+  struct AllButLast<void(Done...), Last> : std::bool_constant<callable<Done...>> {};
+  static constexpr bool value = AllButLast<void(), First, Rest...>::value;
+};
+template <class Impl>
+struct HasDefaults<Impl, void> : std::false_type {};
+
+template <class Impl, class Signature>
+using TypedSignature = std::conditional_t<HasDefaults<Impl, Signature>::value, void, Signature>;
+
+/// Declares forward as Impl does where that is one function without default arguments, so that
+/// torch::nn::Sequential and AnyModule can hold the class; else as a template. Goes on to
+/// Derived::around(callee, arguments...).
+template <class Derived, class Impl,
+          class Signature =
+              TypedSignature<Impl, typename decltype(signature_of_forward<Impl>())::type>>
+class ForwardShadow {
+ public:
+  template <class... A>
+  auto forward(A&&... arguments)
+      -> std::decay_t<decltype(std::declval<Impl&>().forward(std::forward<A>(arguments)...))> {
+    Derived& self = static_cast<Derived&>(*this);
+    return self.around(bind_forward<Impl>(self), std::forward<A>(arguments)...);
+  }
+};
+
+template <class Derived, class Impl, class R, class... A>
+class ForwardShadow<Derived, Impl, R(A...)> {
+ public:
+  std::decay_t<R> forward(A... arguments) {
+    Derived& self = static_cast<Derived&>(*this);
+    return self.around(bind_forward<Impl>(self), std::forward<A>(arguments)...);
+  }
+};
+
+}  // namespace fsdp2::detail
