@@ -1,6 +1,7 @@
 #pragma once
 
 #include <fsdp2/all_gather_formats.h>
+#include <fsdp2/activation_checkpoint.h>
 #include <fsdp2/collectives.h>
 #include <fsdp2/custom_comm.h>
 #include <fsdp2/device_mesh.h>

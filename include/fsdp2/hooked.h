@@ -18,8 +18,6 @@
 #include <fsdp2/detail/boundary.h>
 #include <fsdp2/detail/forward_shadow.h>
 
-#include <torch/nn/pimpl.h>
-
 #include <functional>
 #include <memory>
 #include <vector>
@@ -143,11 +141,7 @@ class Hooked : public Impl, public ForwardHooks, public detail::ForwardShadow<Ho
 
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<at::Device>& device = std::nullopt) const override {
-    auto copy = Impl::clone(device);
-    if constexpr (std::is_copy_constructible_v<Impl>) {
-      return std::make_shared<Hooked>(dynamic_cast<const Impl&>(*copy));
-    }
-    return copy;
+    return detail::clone_as<Hooked, Impl>(Impl::clone(device));
   }
 
  private:
@@ -159,18 +153,7 @@ class Hooked : public Impl, public ForwardHooks, public detail::ForwardShadow<Ho
 };
 
 /// The holder of a Hooked<Impl>, as TORCH_MODULE makes one of an Impl.
-template <class Implementation>
-class HookedHolder : public torch::nn::ModuleHolder<Hooked<Implementation>> {
-  using Base = torch::nn::ModuleHolder<Hooked<Implementation>>;
-
- public:
-  using Base::Base;
-  using Impl = Hooked<Implementation>;
-
-  template <class... A>
-  auto operator()(A&&... arguments) {
-    return this->get()->forward(std::forward<A>(arguments)...);
-  }
-};
+template <class Impl>
+using HookedHolder = detail::ShadowHolder<Hooked<Impl>>;
 
 }  // namespace fsdp2

@@ -10,7 +10,7 @@
 #include <unistd.h>
 #include <utility>
 
-namespace fsdp2::checkpoint {
+namespace fsdp2::files {
 
 MappedFile::MappedFile(const std::string& path) {
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -43,4 +43,4 @@ MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   return *this;
 }
 
-}  // namespace fsdp2::checkpoint
+}  // namespace fsdp2::files

@@ -3,7 +3,7 @@
 #include <cstddef>
 #include <string>
 
-namespace fsdp2::checkpoint {
+namespace fsdp2::files {
 
 /// A file's bytes in memory. Writes are private to the process and never reach the file. Errors
 /// name the file.
@@ -22,4 +22,4 @@ class MappedFile {
   size_t size_ = 0;
 };
 
-}  // namespace fsdp2::checkpoint
+}  // namespace fsdp2::files

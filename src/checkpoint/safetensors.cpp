@@ -91,10 +91,10 @@ Json parse_header(const std::string& file, const char* begin, const char* end) {
 
 struct Reader::Impl {
   explicit Impl(const std::string& path)
-      : path(path), file(std::make_shared<checkpoint::MappedFile>(path)) {}
+      : path(path), file(std::make_shared<files::MappedFile>(path)) {}
 
   std::string path;
-  std::shared_ptr<checkpoint::MappedFile> file;
+  std::shared_ptr<files::MappedFile> file;
   std::vector<Entry> entries;
   Metadata metadata;
   struct Place {

@@ -69,7 +69,7 @@ class Dataset {
 
   int64_t seq_;
   uint64_t seed_;
-  std::vector<checkpoint::MappedFile> files_;
+  std::vector<files::MappedFile> files_;
   ByteStream train_, validation_;
 };
 

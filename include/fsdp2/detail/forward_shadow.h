@@ -4,6 +4,9 @@
 
 #include <fsdp2/detail/boundary.h>
 
+#include <torch/nn/pimpl.h>
+
+#include <memory>
 #include <type_traits>
 #include <utility>
 
@@ -76,6 +79,28 @@ class ForwardShadow<Derived, Impl, R(A...)> {
   std::decay_t<R> forward(A... arguments) {
     Derived& self = static_cast<Derived&>(*this);
     return self.around(bind_forward<Impl>(self), std::forward<A>(arguments)...);
+  }
+};
+
+/// A fresh Impl, made by Impl::clone, as the class that derives from it.
+template <class Derived, class Impl>
+std::shared_ptr<torch::nn::Module> clone_as(std::shared_ptr<torch::nn::Module> copy) {
+  if constexpr (std::is_copy_constructible_v<Impl>) {
+    return std::make_shared<Derived>(dynamic_cast<const Impl&>(*copy));
+  }
+  return copy;
+}
+
+/// A ModuleHolder that can be called whatever forward looks like.
+template <class Module>
+class ShadowHolder : public torch::nn::ModuleHolder<Module> {
+ public:
+  using torch::nn::ModuleHolder<Module>::ModuleHolder;
+  using Impl = Module;
+
+  template <class... A>
+  auto operator()(A&&... arguments) {
+    return this->get()->forward(std::forward<A>(arguments)...);
   }
 };
 
