@@ -1,14 +1,15 @@
 #include "train/step_bench.h"
 
-#include "train/grad_norm.h"
 #include "train/init.h"
 #include "train/process_stats.h"
 #include "train/tokens.h"
 #include "train/weights.h"
 #include "train/world.h"
 
+#include <fsdp2/clip_grad.h>
 #include <fsdp2/collectives.h>
 #include <fsdp2/dtensor.h>
+#include <fsdp2/optim.h>
 
 #include <torch/torch.h>
 
@@ -73,7 +74,7 @@ class StepBench {
   const bool sharded_;
   Llama model_{nullptr};
   std::vector<torch::Tensor> parameters_;
-  std::unique_ptr<torch::optim::AdamW> optimizer_;
+  std::unique_ptr<optim::AdamW> optimizer_;
 
   double build_s_ = 0;
   int64_t base_kib_ = 0, init_peak_kib_ = 0;
@@ -99,7 +100,7 @@ void StepBench::build() {
           precision(options_.param_dtype, options_.reduce_dtype));
   }
   parameters_ = model_->parameters();
-  optimizer_ = std::make_unique<torch::optim::AdamW>(
+  optimizer_ = std::make_unique<optim::AdamW>(
       parameters_,
       torch::optim::AdamWOptions(options_.lr).betas({0.9, 0.95}).eps(1e-8).weight_decay(0.1));
   build_s_ = ms_since(start) / 1e3;
@@ -123,14 +124,16 @@ Batch StepBench::batch(int64_t micro) const {
 
 double StepBench::grad_norm() {
   if (options_.norm_impl == "off") return std::numeric_limits<double>::quiet_NaN();
-  if (options_.norm_impl == "torch") return clip_grads(parameters_, options_.clip);
+  if (options_.norm_impl != "fp64") {
+    return clip_grad_norm_(parameters_, options_.clip > 0 ? options_.clip : INFINITY);
+  }
   torch::NoGradGuard no_grad;
   std::vector<torch::Tensor> grads;
   std::vector<double> square{0};
   for (const auto& parameter : parameters_) {
     grads.push_back(local_part(parameter.grad()));
-    const auto dtype = options_.norm_impl == "fp64" ? torch::kFloat64 : grads.back().scalar_type();
-    const double norm = torch::linalg_vector_norm(grads.back(), 2, {}, false, dtype).item<double>();
+    const double norm =
+        torch::linalg_vector_norm(grads.back(), 2, {}, false, torch::kFloat64).item<double>();
     square[0] += norm * norm;
   }
   if (sharded_) sum_over_ranks(square);

@@ -1,10 +1,12 @@
 #include "train/trainer.h"
 
-#include "train/grad_norm.h"
 #include "train/init.h"
 #include "train/model_dir.h"
 #include "train/progress.h"
 #include "train/stop_signal.h"
+
+#include <fsdp2/clip_grad.h>
+#include <fsdp2/optim.h>
 
 #include <torch/torch.h>
 
@@ -61,7 +63,7 @@ class Trainer {
   std::unique_ptr<Progress> progress_;
   Llama model_{nullptr};
   std::vector<torch::Tensor> parameters_;
-  std::unique_ptr<torch::optim::AdamW> optimizer_;
+  std::unique_ptr<optim::AdamW> optimizer_;
 };
 
 void Trainer::prepare() {
@@ -102,7 +104,7 @@ void Trainer::make_optimizer() {
   std::vector<torch::optim::OptimizerParamGroup> groups;
   groups.emplace_back(matrices, options(options_.weight_decay));
   groups.emplace_back(vectors, options(0));
-  optimizer_ = std::make_unique<torch::optim::AdamW>(std::move(groups));
+  optimizer_ = std::make_unique<optim::AdamW>(std::move(groups));
 }
 
 void Trainer::set_lr(double lr) {
@@ -151,7 +153,7 @@ TrainResult Trainer::run() {
     const double lr = schedule.at(result.steps);
     set_lr(lr);
     const auto [loss, signal] = accumulate(result.steps);
-    const double norm = clip_grads(parameters_, options_.clip);
+    const double norm = clip_grad_norm_(parameters_, options_.clip > 0 ? options_.clip : INFINITY);
     TORCH_CHECK(std::isfinite(norm), "the gradient norm is not finite at step ", result.steps + 1,
                 "; try a lower learning rate or a longer warm-up");
     optimizer_->step();

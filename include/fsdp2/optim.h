@@ -1,0 +1,37 @@
+#pragma once
+
+// Optimizers whose step is one fused kernel over this rank's parts. Follows torch.optim.AdamW with
+// fused=True (pytorch.org/docs/stable/generated/torch.optim.AdamW.html).
+
+#include <torch/optim/adamw.h>
+
+#include <string>
+#include <vector>
+
+namespace fsdp2::optim {
+
+struct AdamWExtras {
+  /// Go up the gradient.
+  bool maximize = false;
+};
+
+/// Takes the place of torch::optim::AdamW: the same options, groups and state, and numbers that
+/// differ from its by rounding. Parameters may be plain and DTensors of any mesh and dtype, mixed;
+/// step() is local, however they are sharded, and moments lie as their parameter does. One without
+/// gradient is left alone. Errors, before anything changes, naming group and position: a sparse
+/// gradient, or one of another layout or mesh than its parameter; a part with gaps in memory.
+class AdamW : public torch::optim::AdamW {
+ public:
+  explicit AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                 const torch::optim::AdamWOptions& defaults = {}, AdamWExtras extras = {});
+  explicit AdamW(std::vector<torch::Tensor> parameters,
+                 const torch::optim::AdamWOptions& defaults = {}, AdamWExtras extras = {});
+
+  /// The closure, if given, runs with gradients enabled and its loss is returned.
+  torch::Tensor step(LossClosure closure = nullptr) override;
+
+ private:
+  AdamWExtras extras_;
+};
+
+}  // namespace fsdp2::optim
