@@ -17,3 +17,4 @@
 #include <fsdp2/optim.h>
 #include <fsdp2/placement.h>
 #include <fsdp2/process_group.h>
+#include <fsdp2/replicate.h>

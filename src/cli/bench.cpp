@@ -33,8 +33,8 @@ void run(StepArguments& arguments, const CLI::App& command) {
   take_preset(command, "--vocab", options.model.vocab, preset.model.vocab);
   take_preset(command, "--batch", options.batch, preset.batch);
   options.model = train::resolve(options.model);
-  if (options.mode == "local" && options.param_dtype != "fp32") {
-    throw std::invalid_argument("--mode local computes in fp32: drop --param-dtype");
+  if (options.mode != "fsdp2" && options.param_dtype != "fp32") {
+    throw std::invalid_argument("--mode " + options.mode + " computes in fp32: drop --param-dtype");
   }
   const auto report = train::run_step_bench(options);
   if (!report) return;
@@ -66,8 +66,8 @@ void add_bench(CLI::App& app, int& exit_code) {
   auto arguments = std::make_shared<StepArguments>();
   auto& o = arguments->options;
 
-  step->add_option("--mode", o.mode, "fsdp2, or local: one process, nothing sharded")
-      ->check(CLI::IsMember({"fsdp2", "local"}))
+  step->add_option("--mode", o.mode, "fsdp2; ddp: replicated; local: one process")
+      ->check(CLI::IsMember({"fsdp2", "ddp", "local"}))
       ->capture_default_str();
   add_preset_option(*step, o.preset, kStepPresets);
   add_model_options(*step, o.model);
@@ -80,9 +80,8 @@ void add_bench(CLI::App& app, int& exit_code) {
   step->add_option("--accum", o.accum, "Micro-batches a step")->capture_default_str();
   step->add_option("--clip", o.clip, "Largest gradient norm; 0: no clipping")
       ->capture_default_str();
-  step->add_option(
-          "--norm-impl", o.norm_impl,
-          "torch: clip_grad_norm_; fast: norms of the local parts; fp64: those in double; off")
+  step->add_option("--norm-impl", o.norm_impl,
+                   "torch, fast: fsdp2::clip_grad_norm_; fp64: the same in double; off")
       ->check(CLI::IsMember({"torch", "fast", "fp64", "off"}))
       ->capture_default_str();
   step->add_option("--reshard-after-forward", o.reshard_after_forward, "Free blocks after forward")

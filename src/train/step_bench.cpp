@@ -10,6 +10,7 @@
 #include <fsdp2/collectives.h>
 #include <fsdp2/dtensor.h>
 #include <fsdp2/optim.h>
+#include <fsdp2/replicate.h>
 
 #include <torch/torch.h>
 
@@ -47,7 +48,10 @@ torch::Tensor local_part(const torch::Tensor& tensor) {
 class StepBench {
  public:
   StepBench(const StepBenchOptions& options, const World& world)
-      : options_(options), world_(world), sharded_(options.mode == "fsdp2") {}
+      : options_(options),
+        world_(world),
+        sharded_(options.mode == "fsdp2"),
+        together_(options.mode != "local") {}
 
   Json run();
 
@@ -71,10 +75,11 @@ class StepBench {
 
   const StepBenchOptions& options_;
   const World& world_;
-  const bool sharded_;
+  const bool sharded_, together_;  // the parameters; the ranks
   Llama model_{nullptr};
   std::vector<torch::Tensor> parameters_;
   std::unique_ptr<optim::AdamW> optimizer_;
+  std::optional<ReplicatedModule> replica_;
 
   double build_s_ = 0;
   int64_t base_kib_ = 0, init_peak_kib_ = 0;
@@ -98,6 +103,8 @@ void StepBench::build() {
   if (sharded_) {
     shard(model_, options_.reshard_after_forward,
           precision(options_.param_dtype, options_.reduce_dtype));
+  } else if (together_) {
+    replica_ = replicate(model_);
   }
   parameters_ = model_->parameters();
   optimizer_ = std::make_unique<optim::AdamW>(
@@ -112,7 +119,7 @@ Batch StepBench::batch(int64_t micro) const {
     return synthetic_batch(options_.seed, micro, rank, options_.batch, options_.model.seq,
                            options_.model.vocab);
   };
-  if (sharded_ || options_.local_replicas) return of_rank(world_.rank());
+  if (together_ || options_.local_replicas) return of_rank(world_.rank());
   std::vector<torch::Tensor> x, y;
   for (int64_t rank = 0; rank < options_.local_world; ++rank) {
     auto part = of_rank(rank);
@@ -152,7 +159,9 @@ StepBench::Step StepBench::step(const std::vector<Batch>& batches) {
     done.ms[phase] += ms_since(start);
     start = Clock::now();
   };
-  for (const auto& [x, y] : batches) {
+  for (size_t k = 0; k < batches.size(); ++k) {
+    const auto& [x, y] = batches[k];
+    if (replica_) replica_->set_requires_gradient_sync(k + 1 == batches.size());
     auto loss = next_token_loss(model_, x, y);
     if (options_.accum > 1) loss = loss / options_.accum;
     lap(kForward);
@@ -245,7 +254,7 @@ Json StepBench::config() const {
           {"threads", options_.threads},
           {"start_step", options_.start_step},
           {"world", world_.size()},
-          {"dp", sharded_ ? world_.size() : 1}};
+          {"dp", together_ ? world_.size() : 1}};
 }
 
 Json StepBench::report(const std::vector<Step>& steps, std::vector<double> times) const {
@@ -266,7 +275,7 @@ Json StepBench::report(const std::vector<Step>& steps, std::vector<double> times
     mean.push_back(step.loss);
   }
   mine["loss_local"] = losses;
-  if (sharded_) {
+  if (together_) {
     sum_over_ranks(mean);
     for (auto& loss : mean) loss /= world_.size();
   }
@@ -288,7 +297,7 @@ Json StepBench::report(const std::vector<Step>& steps, std::vector<double> times
 
   int64_t count = 0;
   for (const auto& parameter : parameters_) count += parameter.numel();
-  const int64_t copies = sharded_                  ? world_.size()
+  const int64_t copies = together_                 ? world_.size()
                          : options_.local_replicas ? 1
                                                    : options_.local_world;
   const int64_t tokens = options_.batch * options_.model.seq * options_.accum * copies;
@@ -347,7 +356,7 @@ void check(const StepBenchOptions& options, const World& world) {
   }
   TORCH_CHECK_VALUE(options.steps >= 0 && options.warmup >= 0 && options.steps + options.warmup > 0,
                     "--steps and --warmup: at least one step is needed");
-  TORCH_CHECK_VALUE(options.mode == "fsdp2" || world.size() == 1 || options.local_replicas,
+  TORCH_CHECK_VALUE(options.mode != "local" || world.size() == 1 || options.local_replicas,
                     "local mode is one process, but there are ", world.size(),
                     " ranks: pass --local-replicas true to train a copy on each");
 }

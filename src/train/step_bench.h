@@ -13,7 +13,7 @@
 namespace fsdp2::train {
 
 struct StepBenchOptions {
-  std::string mode = "fsdp2";  // or local: one process, nothing sharded
+  std::string mode = "fsdp2";  // ddp: replicated; local: one process, nothing sharded
   std::string preset = "tiny";
   LlamaConfig model;  // resolved
   int64_t batch = 4;  // a rank
@@ -21,9 +21,8 @@ struct StepBenchOptions {
   double lr = 1e-3;
   uint64_t seed = 1234;
   int64_t accum = 1;
-  double clip = 0;  // 0: the norm only
-  std::string norm_impl =
-      "torch";  // fast and fp64: norms of the local parts and one small all-reduce; off
+  double clip = 0;                  // 0: the norm only
+  std::string norm_impl = "torch";  // torch and fast: clip_grad_norm_; fp64: in double; off
   bool reshard_after_forward = true;
   std::string param_dtype = "fp32", reduce_dtype = "fp32";  // of mode fsdp2
   int64_t local_world = 1;      // local mode: the batches of this many ranks, concatenated

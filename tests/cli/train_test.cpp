@@ -156,5 +156,38 @@ TEST_F(TrainCommand, BenchStepWritesAReport) {
   EXPECT_THAT(refused.err, HasSubstr("drop --param-dtype"));
 }
 
+TEST_F(TrainCommand, BenchStepGivesTheSameLossesInEveryMode) {
+  const std::vector<std::string> common{"bench",   "step", "--dim",   "12", "--layers",  "1",
+                                        "--heads", "2",    "--vocab", "31", "--seq",     "8",
+                                        "--batch", "1",    "--steps", "3",  "--warmup",  "1",
+                                        "--accum", "2",    "--clip",  "0.5", "--lr",     "0.05"};
+  const auto report = [&](const std::string& mode, bool two_ranks) {
+    auto arguments = common;
+    const std::string path = folder_.path(mode);
+    arguments.insert(arguments.end(), {"--mode", mode, "--json", path});
+    if (!two_ranks) arguments.insert(arguments.end(), {"--local-world", "2"});
+    const auto done = run_command(two_ranks ? on_two_ranks(arguments) : fsdp2(arguments));
+    EXPECT_EQ(done.exit_code, 0) << done.err;
+    return Json::parse(std::ifstream(path));
+  };
+  const auto local = report("local", false);
+  for (const std::string mode : {"ddp", "fsdp2"}) {
+    const auto ours = report(mode, true);
+    EXPECT_EQ(ours["tokens_per_step"], local["tokens_per_step"]);
+    for (const char* key : {"losses", "grad_norms"}) {
+      const auto expected = local[key].get<std::vector<double>>(),
+                 found = ours[key].get<std::vector<double>>();
+      ASSERT_EQ(found.size(), expected.size());
+      for (size_t i = 0; i < expected.size(); ++i) {
+        EXPECT_NEAR(found[i] / expected[i], 1, 2e-5) << mode << ' ' << key << " of step " << i;
+      }
+    }
+    for (const auto& [name, sums] : local["final_checksums"].items()) {
+      EXPECT_NEAR(ours["final_checksums"][name][1].get<double>() / sums[1].get<double>(), 1, 1e-4)
+          << mode << ' ' << name;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fsdp2::testing

@@ -1,0 +1,63 @@
+#pragma once
+
+// A replicated module in backward.
+
+#include "ddp/reducer.h"
+
+#include <fsdp2/device_mesh.h>
+#include <fsdp2/replicate.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace fsdp2::ddp {
+
+struct Plan;
+
+class Replica final : public std::enable_shared_from_this<Replica> {
+ public:
+  Replica(const Plan& plan, const ProcessGroup& group, const ReplicateOptions& options);
+
+  /// Puts hooks on the parameters. They know the replica weakly.
+  void watch_parameters();
+  void sync_buffers() const;
+  bool module_is_alive() const { return !module_.expired(); }
+
+  bool requires_gradient_sync = true;
+
+ private:
+  struct Backward;
+  struct GradientReady;
+
+  void gradient_ready(size_t index);
+  /// Error if the parameter has been replaced under our hooks.
+  void check_parameter(size_t index) const;
+  void begin_backward();
+  void queue_end_of_backward(std::shared_ptr<Backward> token);
+  void end_backward();
+  void backward_died(const Backward* token);
+  void check_counts() const;
+  std::string rank_text() const;
+
+  const std::weak_ptr<torch::nn::Module> module_;
+  const std::vector<torch::Tensor> parameters_;
+  const std::vector<std::string> names_;
+  const ProcessGroup group_;
+  const bool find_unused_parameters_, broadcast_buffers_;
+  std::vector<c10::intrusive_ptr<torch::autograd::Node>> accumulators_;
+
+  std::mutex mutex_;  // guards what follows
+  const std::unique_ptr<Reducer> reducer_;
+  const Backward* backward_ = nullptr;  // the one that is running
+  std::vector<bool> arrived_;
+  size_t missing_ = 0;
+  std::optional<size_t> last_;  // arrived, not yet marked
+};
+
+/// Values of the group's rank 0 on all ranks. Collective.
+void broadcast_values(const std::vector<torch::Tensor>& tensors, const ProcessGroup& group);
+
+}  // namespace fsdp2::ddp
