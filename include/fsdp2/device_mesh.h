@@ -78,7 +78,8 @@ class DeviceMesh {
   std::shared_ptr<const Impl> impl_;
 };
 
-/// A mesh over the whole world; collective. `device` is "cpu" or "cuda". Initialises the process
+/// A mesh over the whole world; collective. `device` is "cpu" or "cuda", or, in a world of backend
+/// "fake", "meta": then modules are sharded and stepped by sizes alone. Initialises the process
 /// group if that has not been done. Dimensions that cover the world use its group. Error, on all
 /// ranks, if the product of `shape` is not the world size, the names are not unique, one a
 /// dimension, the world has no backend for the device, or ranks disagree.

@@ -24,7 +24,10 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 struct InitOptions {
   /// "gloo" (CPU only), "nccl" (CUDA only) or a backend for each type of device:
   /// "cpu:gloo,cuda:nccl". Empty picks gloo for CPU, and nccl for CUDA where it is built and there
-  /// is a device.
+  /// is a device. "fake" plays `rank` of `world_size`, both of which must be given here, in this
+  /// process alone: nothing is sent, and every collective is done at once, as if each rank had
+  /// passed what this one passes (a sum is the own value times the number of ranks; what another
+  /// rank would broadcast or scatter leaves the output as it is). On CPU and meta tensors.
   std::string backend;
   std::optional<int> rank;
   std::optional<int> world_size;

@@ -28,4 +28,8 @@ bool nccl_is_built();
 /// Error if NCCL is not built in. Connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendOptions& options);
 
+/// Sends nothing and meets nobody: collectives are done at once, as if every rank had passed what
+/// this one passes. On CPU and meta tensors.
+c10::intrusive_ptr<c10d::Backend> make_fake_backend(const BackendOptions& options);
+
 }  // namespace fsdp2::comm

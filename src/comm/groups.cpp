@@ -19,6 +19,8 @@
 namespace fsdp2::comm {
 namespace {
 
+constexpr const char* kFake = "fake";
+
 c10::DeviceType device_type(const std::string& name, const std::string& text) {
   if (name == "cpu") return c10::kCPU;
   if (name == "cuda") return c10::kCUDA;
@@ -29,7 +31,7 @@ c10::DeviceType device_type(const std::string& name, const std::string& text) {
 void check_backend(c10::DeviceType type, const std::string& name, const std::string& text) {
   TORCH_CHECK(name == "gloo" || name == "nccl", "init_process_group: backend '", name, "'",
               name == text ? "" : " in '" + text + "'",
-              " is not known: use 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl'");
+              " is not known: use 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl', or 'fake' alone");
   TORCH_CHECK(name != "nccl" || type == c10::kCUDA, "init_process_group: backend '", text,
               "' asks for nccl on cpu: nccl is for cuda");
   TORCH_CHECK(name != "nccl" || nccl_is_built(),
@@ -43,6 +45,7 @@ void check_backend(c10::DeviceType type, const std::string& name, const std::str
 c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
                                                const BackendOptions& options) {
   try {
+    if (name == kFake) return make_fake_backend(options);
     return name == "nccl" ? make_nccl_backend(options) : make_gloo_backend(options);
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "rank ", options.rank, " of ", options.global_ranks.size(),
@@ -99,6 +102,7 @@ Backends parse_backends(const std::string& text) {
     if (nccl_is_built() && torch::cuda::is_available()) backends[c10::kCUDA] = "nccl";
     return backends;
   }
+  if (text == kFake) return {{c10::kCPU, kFake}, {c10::kMeta, kFake}};
   Backends backends;
   std::istringstream in(text);
   for (std::string part; std::getline(in, part, ',');) {
@@ -113,6 +117,8 @@ Backends parse_backends(const std::string& text) {
   }
   return backends;
 }
+
+bool is_fake(const Backends& backends) { return backends.begin()->second == kFake; }
 
 ProcessGroup make_group(const GroupOptions& options) {
   watch_exits();
@@ -138,7 +144,7 @@ ProcessGroup make_group(const GroupOptions& options) {
   group->setGroupName(options.name);
   group->setGroupDesc(options.name);
   // A rank that is connected must not leave before the others are.
-  if (size > 1) {
+  if (size > 1 && !is_fake(options.backends)) {
     wait_for_ranks(c10::make_intrusive<c10d::PrefixStore>("connected", options.store),
                    options.global_ranks[static_cast<size_t>(options.rank)], options.global_ranks,
                    "", "group '" + options.name + "'", options.timeout);
@@ -153,12 +159,14 @@ ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::str
   const std::chrono::milliseconds timeout = asked_timeout.value_or(in.timeout);
   GroupOptions options;
   options.store = c10::make_intrusive<c10d::PrefixStore>(key, in.store);
-  const std::string members = list_text(ranks);
-  const std::string first =
-      wait_for_ranks(options.store, in.rank, ranks, members, "group '" + name + "'", timeout);
-  TORCH_CHECK(first == members, "group '", name, "' has ranks {", members, "} on rank ", in.rank,
-              " but {", first, "} on rank ", ranks.front(),
-              ": all ranks must make the same groups in the same order");
+  if (!is_fake(in.backends)) {
+    const std::string members = list_text(ranks);
+    const std::string first =
+        wait_for_ranks(options.store, in.rank, ranks, members, "group '" + name + "'", timeout);
+    TORCH_CHECK(first == members, "group '", name, "' has ranks {", members, "} on rank ", in.rank,
+                " but {", first, "} on rank ", ranks.front(),
+                ": all ranks must make the same groups in the same order");
+  }
   options.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), in.rank) - ranks.begin());
   options.global_ranks = ranks;
   options.backends = in.backends;

@@ -15,9 +15,12 @@ namespace fsdp2::comm {
 /// The name of the backend for each type of device.
 using Backends = std::map<c10::DeviceType, std::string>;
 
-/// Reads "gloo", "nccl" or "cpu:gloo,cuda:nccl"; empty gives what this build and this machine have.
-/// Error if the text cannot be read, or a backend is not built or has no device here.
+/// Reads "gloo", "nccl", "cpu:gloo,cuda:nccl" or "fake"; empty gives what this build and this
+/// machine have. Error if the text cannot be read, or a backend is not built or has no device here.
 Backends parse_backends(const std::string& text);
+
+/// One rank of a world that is not there.
+bool is_fake(const Backends& backends);
 
 struct GroupOptions {
   /// Nobody else may use its keys.

@@ -8,6 +8,7 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <algorithm>
@@ -41,12 +42,7 @@ std::vector<int> all_ranks(int size) {
   return ranks;
 }
 
-/// Joins through the store in `world`, and fills in the rest of it.
-void join(World& world, const comm::Membership& membership) {
-  world.local_rank = comm::meet(world.store, membership, world.timeout);
-  world.device = device_of(world.backends, world.local_rank);
-  if (world.device.is_cuda()) c10::impl::VirtualGuardImpl(c10::kCUDA).setDevice(world.device);
-
+void make_world_group(World& world) {
   comm::GroupOptions group;
   group.store = c10::make_intrusive<c10d::PrefixStore>("world", world.store);
   group.rank = world.rank;
@@ -56,8 +52,33 @@ void join(World& world, const comm::Membership& membership) {
   group.timeout = world.timeout;
   group.master_addr = world.master_addr;
   world.group = comm::make_group(group);
+}
+
+/// Joins through the store in `world`, and fills in the rest of it.
+void join(World& world, const comm::Membership& membership) {
+  world.local_rank = comm::meet(world.store, membership, world.timeout);
+  world.device = device_of(world.backends, world.local_rank);
+  if (world.device.is_cuda()) c10::impl::VirtualGuardImpl(c10::kCUDA).setDevice(world.device);
+  make_world_group(world);
   // Rank 0, which may serve the store, is not to end while others still connect through it.
   if (world.backends.contains(c10::kCPU)) wait(barrier(world.group), "init_process_group");
+}
+
+std::unique_ptr<World> make_fake_world(const InitOptions& options) {
+  TORCH_CHECK(options.rank && options.world_size,
+              "init_process_group: backend 'fake' plays one rank of a world that is not there: "
+              "give InitOptions::rank and InitOptions::world_size");
+  TORCH_CHECK(*options.world_size > 0 && *options.rank >= 0 && *options.rank < *options.world_size,
+              "init_process_group: InitOptions::rank is ", *options.rank, ", outside 0 to ",
+              *options.world_size - 1, " (InitOptions::world_size is ", *options.world_size, ")");
+  auto world = std::make_unique<World>();
+  world->rank = *options.rank;
+  world->size = *options.world_size;
+  world->backends = comm::parse_backends(options.backend);
+  world->timeout = options.timeout;
+  world->store = c10::make_intrusive<c10d::HashStore>();
+  make_world_group(*world);
+  return world;
 }
 
 }  // namespace
@@ -71,6 +92,10 @@ World& comm::world() {
 void init_process_group(const InitOptions& options) {
   TORCH_CHECK(!current(), "init_process_group: already initialised (rank ", current()->rank, " of ",
               current()->size, "): call destroy_process_group() before joining again");
+  if (options.backend == "fake") {
+    current() = make_fake_world(options);
+    return;
+  }
   const comm::Membership membership = comm::read_membership(options);
   auto joined = std::make_unique<World>();
   joined->rank = membership.rank;

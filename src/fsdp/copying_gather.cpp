@@ -57,7 +57,7 @@ class CopyingGather final : public Gather {
  public:
   CopyingGather(CommContextPtr context, std::shared_ptr<AllGather> custom,
                 const std::vector<torch::Tensor>& shards, const GatherWords& words)
-      : context_(std::move(context)), custom_(std::move(custom)) {
+      : context_(std::move(context)), custom_(std::move(custom)), own_words_(words) {
     PlainOps plain;
     std::vector<torch::Tensor> sent;
     for (size_t i = 0; i < shards.size(); ++i) plan(i, shards[i], sent);
@@ -87,7 +87,7 @@ class CopyingGather final : public Gather {
     input_.reset();
     if (kChecks) read_words();
     std::vector<c10::DataPtr> out = allocate(context_->layouts, context_->device);
-    for (size_t k = 0; k < items_.size();) {
+    for (size_t k = 0; k < items_.size() && !context_->device.is_meta();) {
       const size_t param = items_[k].param;
       size_t end = k;
       while (end < items_.size() && items_[end].param == param) ++end;
@@ -178,7 +178,7 @@ class CopyingGather final : public Gather {
   }
 
   void read_words() {
-    if (output_.is_meta()) return;
+    if (output_.is_meta()) return words_.assign(context_->world, own_words_);
     torch::Tensor all =
         output_.view({context_->world, piece_}).narrow(1, 0, kWordBytes).contiguous().cpu();
     words_.resize(context_->world);
@@ -194,6 +194,7 @@ class CopyingGather final : public Gather {
   int64_t piece_ = kWordBytes;  // bytes that one rank sends
   torch::Tensor input_, output_;
   std::vector<std::pair<size_t, torch::Tensor>> unsplit_;
+  const GatherWords own_words_;
   std::vector<GatherWords> words_;
   Work work_;
 };

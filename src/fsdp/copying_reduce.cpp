@@ -113,15 +113,16 @@ class CopyingReduce final : public Reduce {
   void fill_input(const std::vector<ReduceInput>& inputs) {
     input_.zero_();
     const torch::Tensor pieces = input_.view({context_->world, piece_});
-    auto words = at::zeros({words_}, at::TensorOptions().dtype(torch::kFloat));
-    float* word = words.mutable_data_ptr<float>();
+    own_words_ = at::zeros({words_}, at::TensorOptions().dtype(torch::kFloat));
+    float* word = own_words_.mutable_data_ptr<float>();
     for (uint32_t bit = 0; bit < kFingerprintBits; ++bit)
       word[bit] = static_cast<float>((options_.fingerprint >> bit) & 1u);
     for (size_t i = 0; i < inputs.size(); ++i) {
       const torch::Tensor& gradient = inputs[i].gradient;
       word[kFingerprintBits + i] = gradient.defined() ? 1.0F : 0.0F;
       const ParamLayout& layout = context_->layouts[inputs[i].param];
-      for (int64_t rank = 0; gradient.defined() && rank < context_->world; ++rank) {
+      if (!gradient.defined() || gradient.is_meta()) continue;
+      for (int64_t rank = 0; rank < context_->world; ++rank) {
         const torch::Tensor mine = layout.local_part(gradient, context_->world, rank);
         if (mine.numel() == 0) break;
         part(pieces[rank], i, mine.sizes()).copy_(mine);
@@ -143,13 +144,11 @@ class CopyingReduce final : public Reduce {
   }
 
   void read_words(Result& result) const {
-    if (output_.is_meta()) {
-      result.users.assign(slots_.size(), 1);
-      return;
-    }
-    const torch::Tensor words = output_.narrow(0, 0, words_).to(torch::kFloat).cpu();
-    const float* word = words.const_data_ptr<float>();
     const int64_t ranks = context_->world * (options_.all_reduce ? context_->replicas : 1);
+    const torch::Tensor words = output_.is_meta()
+                                    ? own_words_ * ranks
+                                    : output_.narrow(0, 0, words_).to(torch::kFloat).cpu();
+    const float* word = words.const_data_ptr<float>();
     const bool countable = ranks <= 256 || c10::elementSize(options_.dtype) > 2;
     for (uint32_t bit = 0; kChecks && countable && bit < kFingerprintBits; ++bit) {
       const float expected =
@@ -172,7 +171,7 @@ class CopyingReduce final : public Reduce {
   ReduceOptions options_;
   std::vector<Slot> slots_;
   int64_t words_ = 0, piece_ = 0;
-  torch::Tensor input_, output_;
+  torch::Tensor input_, output_, own_words_;
   Work work_;
 };
 

@@ -45,6 +45,19 @@ class GatheredStorage final : public c10::StorageImpl {
   c10::Device device_;
 };
 
+/// The bit, and what has it seen where a tensor is on the meta device, whose own bit takes
+/// precedence over all others: keys that libtorch leaves to others, below and above autograd.
+inline c10::DispatchKeySet gathered_keys(c10::Device device) {
+  const c10::DispatchKeySet keys(kGatheredBit);
+  if (!device.is_meta()) return keys;
+  return keys | c10::DispatchKeySet{c10::DispatchKey::Fake, c10::DispatchKey::DeferredInit};
+}
+inline c10::DispatchKeySet without_gathered_keys(c10::DispatchKeySet keys) {
+  return keys.remove_backend(kGatheredBit)
+      .remove(c10::DispatchKey::Fake)
+      .remove(c10::DispatchKey::DeferredInit);
+}
+
 inline bool is_gathered(const torch::Tensor& tensor) {
   return tensor.defined() && tensor.key_set().has_backend(kGatheredBit);
 }

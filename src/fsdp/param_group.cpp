@@ -103,7 +103,7 @@ torch::Tensor ParamGroup::make_member_data(const ParamLayout& layout, c10::Stora
   const c10::DispatchKey dense =
       c10::computeDispatchKey(layout.dtype, c10::Layout::Strided, mesh_.device());
   torch::Tensor hollow = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(dense) | c10::DispatchKeySet(kGatheredBit),
+      std::move(storage), c10::DispatchKeySet(dense) | gathered_keys(mesh_.device()),
       caffe2::TypeMeta::fromScalarType(layout.dtype));
   hollow.unsafeGetTensorImpl()->set_sizes_and_strides(layout.sizes, layout.strides, 0);
   return hollow;
@@ -216,7 +216,7 @@ void ParamGroup::reshard_after_forward_pass() {
     for (const Param& param : params_) {
       const torch::Tensor member = param.lock_member();
       torch::Tensor whole = member.defined()
-                                ? with_keys(member, member.key_set().remove_backend(kGatheredBit))
+                                ? with_keys(member, without_gathered_keys(member.key_set()))
                                 : at::zeros(param.layout.sizes, param.layout.dtype);
       kept.push_back(
           param.layout

@@ -12,6 +12,7 @@
 #include "fsdp/schedule.h"
 
 #include <c10/util/SmallVector.h>
+#include <torch/library.h>
 
 #include <algorithm>
 
@@ -92,18 +93,18 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
         GatheredStorage& storage = storage_of(op, tensor);
         if (writes(op, info, i)) refuse_write(op, storage);
         if (!info.view && !(info.flags & kSizesOnly)) pins.touch(storage);
-        torch::Tensor bare = with_keys(tensor, tensor.key_set().remove_backend(kGatheredBit));
+        torch::Tensor bare = with_keys(tensor, without_gathered_keys(tensor.key_set()));
         if (info.flags & kOpaqueAlias) return bare.clone();
         ours.push_back(&storage);
         return bare;
       });
-  op.redispatchBoxed(keys.remove_backend(kGatheredBit), stack);
+  op.redispatchBoxed(without_gathered_keys(keys), stack);
   dispatch::map_returns(
       info, *stack, [&](const torch::Tensor& tensor) -> std::optional<torch::Tensor> {
         if (!tensor.has_storage() || is_gathered(tensor)) return std::nullopt;
         const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
         if (std::find(ours.begin(), ours.end(), storage) == ours.end()) return std::nullopt;
-        return with_keys(tensor, tensor.key_set() | c10::DispatchKeySet(kGatheredBit));
+        return with_keys(tensor, tensor.key_set() | gathered_keys(tensor.device()));
       });
 }
 
@@ -129,10 +130,8 @@ void cast_inputs(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
 }
 
 /// Before autograd looks at a member.
-void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
-                    c10::DispatchKeySet keys, torch::jit::Stack* stack,
-                    const dispatch::Next& next) {
-  Pins pins;
+void before_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
+                     torch::jit::Stack* stack, Pins& pins) {
   bool written = false;
   const GatheredStorage* caster = nullptr;  // the first parameter that has the others cast
   dispatch::map_arguments(
@@ -150,7 +149,42 @@ void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
         return std::nullopt;
       });
   if (caster && !info.view && !written) cast_inputs(op, info, *stack, *caster);
+}
+
+void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
+                    c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                    const dispatch::Next& next) {
+  Pins pins;
+  before_autograd(op, info, stack, pins);
   next.callBoxed(op, keys, stack);
+}
+
+/// The same two for meta tensors: see gathered_keys().
+void meta_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                         torch::jit::Stack* stack) {
+  below_autograd(op, dispatch::OpInfo(op.schema(), op_traits(op.schema())), keys, stack);
+}
+
+void meta_above_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                         torch::jit::Stack* stack) {
+  Pins pins;
+  before_autograd(op, dispatch::OpInfo(op.schema(), op_traits(op.schema())), stack, pins);
+  op.redispatchBoxed(keys.remove(c10::DispatchKey::DeferredInit), stack);
+}
+
+void register_meta() {
+  static auto* libraries = [] {
+    auto* made = new std::vector<torch::Library>();
+    const auto add = [&](c10::DispatchKey key, torch::CppFunction kernel) {
+      made->emplace_back(torch::Library::IMPL, "_", key, __FILE__, __LINE__)
+          .fallback(std::move(kernel));
+    };
+    add(c10::DispatchKey::Fake, torch::CppFunction::makeFromBoxedFunction<&meta_below_autograd>());
+    add(c10::DispatchKey::DeferredInit,
+        torch::CppFunction::makeFromBoxedFunction<&meta_above_autograd>());
+    return made;
+  }();
+  (void)libraries;
 }
 
 }  // namespace
@@ -164,6 +198,8 @@ void register_gathered() {
   interception.above_composites = kReadsEarly;
   interception.all_layouts = true;
   dispatch::intercept(interception);
+  register_meta();
+  register_meta_kernels();
 }
 
 }  // namespace fsdp2::fsdp

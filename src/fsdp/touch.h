@@ -6,4 +6,7 @@ namespace fsdp2::fsdp {
 /// registered since the last call are covered then.
 void register_gathered();
 
+/// Meta kernels that decoders need and libtorch has in Python only; for the life of the process.
+void register_meta_kernels();
+
 }  // namespace fsdp2::fsdp

@@ -74,9 +74,12 @@ void need_one_dim(const DeviceMesh::Impl& impl, const char* who) {
 }
 
 c10::DeviceType device_type_of(const std::string& device) {
-  TORCH_CHECK(device == "cpu" || device == "cuda", "init_device_mesh: `device` is '", device,
-              "': 'cpu' and 'cuda' are known (a type, without an index)");
-  return device == "cpu" ? c10::kCPU : c10::kCUDA;
+  if (device == "cpu") return c10::kCPU;
+  if (device == "cuda") return c10::kCUDA;
+  TORCH_CHECK(device == "meta", "init_device_mesh: `device` is '", device,
+              "': 'cpu', 'cuda' and, for backend 'fake', 'meta' are known (a type, without an "
+              "index)");
+  return c10::kMeta;
 }
 
 /// The group of `ranks`, all of which call this; the world's own where it fits.
@@ -98,7 +101,7 @@ c10::DeviceType DeviceMesh::device_type() const { return checked(impl_).root->de
 c10::Device DeviceMesh::device() const {
   const c10::DeviceType type = device_type();
   const c10::Device own = get_device();
-  return own.type() == type ? own : c10::Device(type, type == c10::kCPU ? -1 : get_local_rank());
+  return own.type() == type ? own : c10::Device(type, type == c10::kCUDA ? get_local_rank() : -1);
 }
 
 int64_t DeviceMesh::ndim() const { return checked(impl_).layout.ndim(); }
