@@ -109,18 +109,20 @@ decltype(auto) checkpoint(const CheckpointOptions& options, Fn&& fn, Args&&... a
   if (!at::GradMode::is_enabled()) {
     return detail::call_checkpointed(std::forward<Fn>(fn), std::forward<Args>(args)...);
   }
-  std::tuple<std::decay_t<Args>...> kept(std::as_const(args)...);
-  const std::vector<at::Tensor> inputs = detail::take_tensors(kept);
+  using Kept = std::tuple<std::decay_t<Args>...>;
+  const auto kept = std::make_shared<Kept>(std::as_const(args)...);
+  const std::vector<at::Tensor> inputs = detail::take_tensors(*kept);
   const detail::CheckpointScope scope(
       options, inputs,
-      [kept,
-       again = std::decay_t<Fn>(std::as_const(fn))](std::vector<at::Tensor>& tensors) mutable {
+      [kept, again = std::decay_t<Fn>(std::as_const(fn)),
+       inside = detail::open_boundaries()](std::vector<at::Tensor>& tensors) mutable {
+        const detail::ReopenedBoundaries reopened(inside);
         size_t next = 0;
         for_each_tensor(
-            kept, [&](at::Tensor& tensor) { tensor = tensors[next++]; },
+            *kept, [&](at::Tensor& tensor) { tensor = tensors[next++]; },
             [](const std::type_info&) {});
-        auto values = kept;
-        detail::take_tensors(kept);
+        Kept values = *kept;
+        detail::take_tensors(*kept);
         std::apply(
             [&](auto&... value) {
               detail::call_checkpointed(again, detail::as_passed<Args>(value)...);

@@ -20,6 +20,7 @@ std::vector<std::string> cut_program(const CLI::App& app, std::vector<std::strin
 void add_run(CLI::App& app, const std::vector<std::string>& program, int& exit_code);
 void add_train(CLI::App& app, int& exit_code);
 void add_generate(CLI::App& app, int& exit_code);
+void add_plan(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, int& exit_code);
 
 }  // namespace fsdp2::cli

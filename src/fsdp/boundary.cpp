@@ -7,18 +7,12 @@
 #include <algorithm>
 
 namespace fsdp2 {
-namespace {
-
-/// The boundaries that this thread is inside of, outermost first.
-thread_local std::vector<fsdp::State> open_boundaries;
-
-}  // namespace
-
 namespace fsdp {
 
 bool inside_boundary(const ParamGroup& group) {
-  return std::any_of(open_boundaries.begin(), open_boundaries.end(), [&group](const State& state) {
-    const auto groups = state->groups();
+  const auto& open = detail::open_boundaries();
+  return std::any_of(open.begin(), open.end(), [&](const auto& one) {
+    const auto groups = static_cast<const FSDPModule::Impl*>(one.get())->groups();
     return std::any_of(groups.begin(), groups.end(),
                        [&group](const auto& own) { return own.get() == &group; });
   });
@@ -28,17 +22,22 @@ bool inside_boundary(const ParamGroup& group) {
 
 namespace detail {
 
+OpenBoundaries& open_boundaries() {
+  thread_local OpenBoundaries open;
+  return open;
+}
+
 Boundary::Boundary(const torch::nn::Module& module) : module_(module) {
   const fsdp::State state = fsdp::wrapped_modules().find(module);
   if (!state) return;
   wrapped_ = true;
   if (state->mp_policy.cast_forward_inputs) input_dtype_ = state->mp_policy.param_dtype;
   output_dtype_ = state->mp_policy.output_dtype;
-  open_boundaries.push_back(state);
+  open_boundaries().push_back(state);
 }
 
 Boundary::~Boundary() {
-  if (wrapped_) open_boundaries.pop_back();
+  if (wrapped_) open_boundaries().pop_back();
 }
 
 void Boundary::cast(at::Tensor& tensor, c10::ScalarType dtype) {

@@ -130,7 +130,7 @@ class CopyingReduce final : public Reduce {
     }
     if (divisor_before() > 1) input_.div_(divisor_before());
     if (!input_.is_meta())
-      pieces.narrow(1, 0, words_).copy_(words.expand({context_->world, words_}));
+      pieces.narrow(1, 0, words_).copy_(own_words_.expand({context_->world, words_}));
   }
 
   void add_partials() {

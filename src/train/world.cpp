@@ -44,10 +44,13 @@ MixedPrecisionPolicy precision(const std::string& param_dtype, const std::string
   return policy;
 }
 
-void shard(Llama& model, bool reshard_after_forward, const MixedPrecisionPolicy& policy) {
+void shard(Llama& model, bool reshard_after_forward, const MixedPrecisionPolicy& policy,
+           const DeviceMesh& mesh) {
   FullyShardOptions options;
   options.mp_policy = policy;
-  options.mesh = init_device_mesh(get_device().is_cuda() ? "cuda" : "cpu", {get_world_size()});
+  options.mesh = mesh.defined() ? mesh
+                                : init_device_mesh(get_device().is_cuda() ? "cuda" : "cpu",
+                                                   {get_world_size()});
   options.reshard_after_forward = reshard_after_forward;
   for (const auto& block : *model->layers) fully_shard(block, options);
   options.reshard_after_forward = false;

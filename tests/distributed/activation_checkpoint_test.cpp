@@ -254,12 +254,12 @@ TEST(ActivationCheckpoint, ASecondRunThatDiffersIsAnError) {
 
 TEST(ActivationCheckpoint, WhatChangedBeforeBackwardIsAnError) {
   on_ranks(1, [](int) {
-    TwoLinear module;
     Tensor x = input(0);
-    Tensor y = checkpoint(module, x);
+    Tensor y = checkpoint(TwoLinear(), x);
     x.add_(1);
     EXPECT_THAT(error_of([&] { y.sum().backward(); }), HasSubstr("inplace"));
     for (bool sharded : {false, true}) {
+      TwoLinear module;
       if (sharded) fully_shard(module);
       torch::optim::SGD optimizer(module->parameters(), 1.0);
       checkpoint(module, x).sum().backward();
@@ -467,6 +467,32 @@ TEST_P(CheckpointOfShards, ModulesThatAreHookedAndCheckpointed) {
       EXPECT_EQ(difference(plain[i], inside[i]), 0);
       EXPECT_EQ(difference(plain[i], outside[i]), 0);
     }
+  });
+}
+
+/// Its result has another dtype where the weight is cast to than where dtypes promote.
+struct ScaleImpl : torch::nn::Module {
+  Tensor weight;
+  ScaleImpl() { weight = register_parameter("weight", torch::full({5}, 1.1)); }
+  Tensor forward(const Tensor& x) { return (x.to(torch::kFloat) * weight).exp(); }
+};
+
+TEST_P(CheckpointOfShards, TheSecondRunIsInsideTheBoundariesOfTheFirst) {
+  on_ranks(GetParam(), [](int rank) {
+    FullyShardOptions options;
+    options.mp_policy.param_dtype = torch::kBFloat16;
+    options.mp_policy.reduce_dtype = torch::kFloat;
+    const auto gradient = [&](auto module) {
+      const auto call = fully_shard(module, options);
+      Tensor y = call(input(rank));
+      EXPECT_EQ(y.scalar_type(), torch::kFloat);
+      y.sum().backward();
+      return full(module->parameters()[0].grad());
+    };
+    const Tensor plain = gradient(std::make_shared<ScaleImpl>());
+    EXPECT_EQ(difference(gradient(std::make_shared<Checkpointed<ScaleImpl>>()), plain), 0);
+    EXPECT_EQ(difference(gradient(std::make_shared<Hooked<Checkpointed<ScaleImpl>>>()), plain), 0);
+    EXPECT_EQ(difference(gradient(std::make_shared<Checkpointed<Hooked<ScaleImpl>>>()), plain), 0);
   });
 }
 

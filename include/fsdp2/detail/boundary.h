@@ -14,8 +14,27 @@
 #include <type_traits>
 #include <typeinfo>
 #include <utility>
+#include <vector>
 
 namespace fsdp2::detail {
+
+/// The parameter groups whose boundaries this thread is inside of, outermost first.
+using OpenBoundaries = std::vector<std::shared_ptr<const void>>;
+OpenBoundaries& open_boundaries();
+
+/// Brings them back, for a part of a call that runs again later.
+class ReopenedBoundaries {
+ public:
+  explicit ReopenedBoundaries(OpenBoundaries wanted) : before_(std::move(wanted)) {
+    before_.swap(open_boundaries());
+  }
+  ReopenedBoundaries(const ReopenedBoundaries&) = delete;
+  ReopenedBoundaries& operator=(const ReopenedBoundaries&) = delete;
+  ~ReopenedBoundaries() { before_.swap(open_boundaries()); }
+
+ private:
+  OpenBoundaries before_;
+};
 
 /// Open while a module is being called. Until it closes, parameters of the module's own group are
 /// not cast to where they meet other dtypes: what arrives has been cast.

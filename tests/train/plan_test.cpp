@@ -1,0 +1,155 @@
+// The forecast of a rank's memory against what a run allocates.
+
+#include "train/plan.h"
+
+#include "support/counting_allocator.h"
+#include "support/ranks.h"
+#include "train/init.h"
+#include "train/world.h"
+
+#include <fsdp2/fsdp2.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+#include <memory>
+
+namespace fsdp2::train::plan_test {
+namespace {
+
+using fsdp2::testing::CountingAllocator;
+using fsdp2::testing::on_ranks;
+
+struct Measured {
+  size_t rest = 0, peak = 0;
+};
+
+std::unique_ptr<torch::optim::Optimizer> optimizer_of(const std::string& name, Llama& model) {
+  if (name == "adamw") return std::make_unique<torch::optim::AdamW>(model->parameters());
+  if (name == "adam") return std::make_unique<torch::optim::Adam>(model->parameters());
+  torch::optim::SGDOptions options(0.1);
+  if (name == "momentum") options.momentum(0.9);
+  return std::make_unique<torch::optim::SGD>(model->parameters(), options);
+}
+
+Measured measure(const PlanOptions& options) {
+  CountingAllocator& allocator = CountingAllocator::install();
+  const size_t before = allocator.live_bytes();
+  const DeviceMesh mesh =
+      options.replicate == 1
+          ? init_device_mesh("cpu", {options.shard})
+          : init_device_mesh("cpu", {options.replicate, options.shard}, {"replicate", "shard"});
+  Llama model(options.model);
+  init_weights(*model, 1, options.model.layers);
+  shard(model, options.reshard_after_forward, precision(options.param_dtype, options.reduce_dtype),
+        mesh);
+  const auto optimizer = optimizer_of(options.optimizer, model);
+  const torch::Tensor x = torch::ones({options.batch, options.model.seq}, torch::kLong);
+  Measured measured;
+  for (int step = 0; step < 3; ++step) {
+    measured.peak = 0;
+    allocator.on_allocate = [&] {
+      measured.peak = std::max(measured.peak, allocator.live_bytes() - before);
+    };
+    next_token_loss(model, x, x).backward();
+    optimizer->step();
+    optimizer->zero_grad();
+    allocator.on_allocate = nullptr;
+  }
+  // The backend's threads let go a little later.
+  wait(barrier(world_group()));
+  measured.rest = allocator.live_bytes() - before;
+  return measured;
+}
+
+void expect_forecast(PlanOptions options, const std::vector<int>& worlds = {1, 2, 4}) {
+  for (const int world : worlds) {
+    options.shard = world / options.replicate;
+    on_ranks(world, [&](int rank) {
+      const MemoryPlan plan = plan_memory(options);
+      const Measured measured = measure(options);
+      if (rank > 0) return;
+      const auto text = ::testing::Message() << world << " ranks:\n" << plan_table(options, plan);
+      const double rest = static_cast<double>(plan.moments.front().total());
+      const double peak = static_cast<double>(plan.peak().total());
+      EXPECT_NEAR(static_cast<double>(measured.rest), rest, 0.05 * rest) << text;
+      EXPECT_NEAR(static_cast<double>(measured.peak), peak, 0.05 * peak) << text;
+    });
+  }
+}
+
+PlanOptions deep() {
+  PlanOptions options;
+  options.model = resolve({.dim = 64, .layers = 6, .heads = 4, .vocab = 256, .seq = 64});
+  options.batch = 2;
+  return options;
+}
+
+TEST(Plan, ForecastsADeepModel) { expect_forecast(deep()); }
+
+TEST(Plan, ForecastsAModelThatIsMostlyVocabulary) {
+  PlanOptions options = deep();
+  options.model = resolve({.dim = 64, .layers = 2, .heads = 4, .vocab = 4000, .seq = 8});
+  expect_forecast(options);
+}
+
+TEST(Plan, ForecastsBlocksThatStayWhole) {
+  PlanOptions options = deep();
+  options.reshard_after_forward = false;
+  expect_forecast(options);
+}
+
+TEST(Plan, ForecastsMixedPrecision) {
+  PlanOptions options = deep();
+  options.param_dtype = "bf16";
+  expect_forecast(options);
+  options.reduce_dtype = "bf16";
+  expect_forecast(options);
+}
+
+TEST(Plan, ForecastsReplicas) {
+  PlanOptions options = deep();
+  options.replicate = 2;
+  expect_forecast(options, {4});
+  options.replicate = 4;
+  expect_forecast(options, {4});
+}
+
+TEST(Plan, ForecastsOtherOptimizers) {
+  PlanOptions options = deep();
+  options.model.tied = true;
+  for (const char* name : {"adam", "momentum", "sgd"}) {
+    options.optimizer = name;
+    expect_forecast(options, {2});
+  }
+}
+
+/// 405 billion parameters: the shards of all ranks are the model.
+TEST(Plan, AddsUpOverAThousandRanks) {
+  PlanOptions options;
+  options.model = resolve({.dim = 16384,
+                           .layers = 126,
+                           .heads = 128,
+                           .kv_heads = 8,
+                           .ffn = 53248,
+                           .vocab = 128256,
+                           .seq = 8192});
+  options.shard = 1024;
+  const MemoryPlan plan = plan_memory(options);
+  EXPECT_EQ(plan.parameters, 405853388800);
+  // 128,256 rows make chunks of 126; everything else divides.
+  EXPECT_EQ(plan.shard_parameters, (405853388800 - 2 * 128256 * 16384L) / 1024 + 2 * 126 * 16384L);
+  EXPECT_EQ(plan.moments.front().total(), plan.shard_parameters * 12);
+}
+
+TEST(Plan, RefusesWhatMakesNoSense) {
+  PlanOptions options = deep();
+  options.optimizer = "lion";
+  EXPECT_THROW(plan_memory(options), c10::ValueError);
+  options = deep();
+  options.shard = 0;
+  EXPECT_THROW(plan_memory(options), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace fsdp2::train::plan_test
