@@ -38,6 +38,7 @@ uint32_t op_traits(const c10::FunctionSchema& schema) {
       {"aten::sparse_compressed_tensor", kOpaqueAlias},
       {"aten::_nested_view_from_buffer", kOpaqueAlias},
       {"aten::record_stream", kNoWrite},
+      {"aten::rms_norm", kComputesWider},
       {"aten::max_pool1d", kReadsEarly},
       {"aten::_saturate_weight_to_fp16", kReadsEarly},
       {"aten::fbgemm_linear_quantize_weight", kReadsEarly},

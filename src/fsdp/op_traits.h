@@ -23,6 +23,9 @@ enum OpTrait : uint32_t {
   kWritesRunningStatistics = 32,
   /// Writes what depends on this rank's data: never to a parameter.
   kWritesByData = 64,
+  /// Composite, and computes in a wider dtype inside: what meets the parameter there stays as it
+  /// is.
+  kComputesWider = 128,
 };
 
 uint32_t op_traits(const c10::FunctionSchema& schema);

@@ -108,6 +108,25 @@ void below_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
       });
 }
 
+/// Scope of an op that casts for itself.
+class OwnCasts {
+ public:
+  explicit OwnCasts(bool own) { active = active || own; }
+  ~OwnCasts() { active = before_; }
+  OwnCasts(const OwnCasts&) = delete;
+  OwnCasts& operator=(const OwnCasts&) = delete;
+  static thread_local bool active;
+
+ private:
+  const bool before_ = active;
+};
+thread_local bool OwnCasts::active = false;
+
+/// Not in the formulas of backward either: they see the dtypes of forward.
+bool casts_inputs() {
+  return !OwnCasts::active && (at::GradMode::is_enabled() || !dispatch::inside_backward());
+}
+
 /// Casts what meets a parameter to the parameter's dtype, under autograd.
 void cast_inputs(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                  torch::jit::Stack& stack, const GatheredStorage& parameter) {
@@ -148,7 +167,7 @@ void before_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info
         }
         return std::nullopt;
       });
-  if (caster && !info.view && !written) cast_inputs(op, info, *stack, *caster);
+  if (caster && !info.view && !written && casts_inputs()) cast_inputs(op, info, *stack, *caster);
 }
 
 void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
@@ -156,6 +175,7 @@ void above_autograd(const c10::OperatorHandle& op, const dispatch::OpInfo& info,
                     const dispatch::Next& next) {
   Pins pins;
   before_autograd(op, info, stack, pins);
+  const OwnCasts inside(info.flags & kComputesWider);
   next.callBoxed(op, keys, stack);
 }
 
@@ -168,7 +188,9 @@ void meta_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys
 void meta_above_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                          torch::jit::Stack* stack) {
   Pins pins;
-  before_autograd(op, dispatch::OpInfo(op.schema(), op_traits(op.schema())), stack, pins);
+  const dispatch::OpInfo info(op.schema(), op_traits(op.schema()));
+  before_autograd(op, info, stack, pins);
+  const OwnCasts inside(info.flags & kComputesWider);
   op.redispatchBoxed(keys.remove(c10::DispatchKey::DeferredInit), stack);
 }
 
@@ -195,7 +217,7 @@ void register_gathered() {
   interception.below = &below_autograd;
   interception.above = &above_autograd;
   interception.classify = &op_traits;
-  interception.above_composites = kReadsEarly;
+  interception.above_composites = kReadsEarly | kComputesWider;
   interception.all_layouts = true;
   dispatch::intercept(interception);
   register_meta();

@@ -92,6 +92,36 @@ TEST_P(MixedPrecision, CastsWhereAnInputMeetsAParameterAndBack) {
   });
 }
 
+struct RootMeanSquareImpl : torch::nn::Module {
+  Tensor weight = register_parameter("weight", torch::linspace(0.1, 1.7, 5));
+  Tensor forward(const Tensor& x) { return torch::rms_norm(x, {5}, weight, 1e-5); }
+};
+TORCH_MODULE(RootMeanSquare);
+
+TEST_P(MixedPrecision, AnOpThatComputesInAWiderDtypeInsideStillDoes) {
+  on_ranks(GetParam(), [](int) {
+    RootMeanSquare sharded, low;
+    low->to(torch::kBFloat16);
+    FullyShardOptions options = policy(torch::kBFloat16, torch::kFloat);
+    for (const bool cast : {true, false}) {
+      options.mp_policy.cast_forward_inputs = cast;
+      if (!cast) sharded = RootMeanSquare();
+      fully_shard(sharded, options);
+      // The same on all ranks, so that the mean of the gradients is each.
+      Tensor x = input(0).to(torch::kBFloat16).requires_grad_(), by_hand = x.detach().clone();
+      by_hand.requires_grad_();
+      low->zero_grad();
+      const Tensor ours = sharded(x), theirs = low(by_hand);
+      EXPECT_EQ(ours.scalar_type(), torch::kBFloat16);
+      EXPECT_EQ(difference(ours, theirs), 0);
+      ours.pow(2).sum().backward();
+      theirs.pow(2).sum().backward();
+      EXPECT_EQ(difference(x.grad(), by_hand.grad()), 0);
+      EXPECT_LE(difference(full(sharded->parameters()[0].grad()), low->weight.grad()), 1e-6);
+    }
+  });
+}
+
 TEST_P(MixedPrecision, WithoutCastsAMeetingOfDtypesIsAnError) {
   on_ranks(GetParam(), [](int rank) {
     TwoLinear module;
