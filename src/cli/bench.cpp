@@ -33,7 +33,7 @@ void run(StepArguments& arguments, const CLI::App& command) {
   take_preset(command, "--vocab", options.model.vocab, preset.model.vocab);
   take_preset(command, "--batch", options.batch, preset.batch);
   options.model = train::resolve(options.model);
-  if (options.mode != "fsdp2" && options.param_dtype != "fp32") {
+  if (options.mode != "fsdp2" && options.sharding.param_dtype != "fp32") {
     throw std::invalid_argument("--mode " + options.mode + " computes in fp32: drop --param-dtype");
   }
   const auto report = train::run_step_bench(options);
@@ -84,9 +84,7 @@ void add_bench(CLI::App& app, int& exit_code) {
                    "torch, fast: fsdp2::clip_grad_norm_; fp64: the same in double; off")
       ->check(CLI::IsMember({"torch", "fast", "fp64", "off"}))
       ->capture_default_str();
-  step->add_option("--reshard-after-forward", o.reshard_after_forward, "Free blocks after forward")
-      ->capture_default_str();
-  add_precision_options(*step, o.param_dtype, o.reduce_dtype);
+  add_sharding_options(*step, o.sharding);
   step->add_option("--local-world", o.local_world,
                    "local: concatenate the batches of this many ranks")
       ->capture_default_str();

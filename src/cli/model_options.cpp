@@ -1,6 +1,7 @@
 #include "cli/model_options.h"
 
 #include "train/llama.h"
+#include "train/sharding.h"
 
 namespace fsdp2::cli {
 
@@ -22,6 +23,29 @@ void add_precision_options(CLI::App& command, std::string& param_dtype, std::str
       ->capture_default_str();
   command.add_option("--reduce-dtype", reduce_dtype, "Reduce gradients in this")
       ->check(dtypes)
+      ->capture_default_str();
+}
+
+void add_sharding_options(CLI::App& command, train::ShardingOptions& sharding) {
+  command
+      .add_option("--replicate", sharding.replicate,
+                  "Copies of the model, each sharded over its part of the ranks (HSDP)")
+      ->capture_default_str();
+  command
+      .add_option("--reshard-after-forward", sharding.reshard_after_forward,
+                  "Free blocks after forward")
+      ->capture_default_str();
+  add_precision_options(command, sharding.param_dtype, sharding.reduce_dtype);
+  command
+      .add_option("--cast-forward-inputs", sharding.cast_forward_inputs,
+                  "Cast what meets a parameter to its dtype; false: refuse it")
+      ->capture_default_str();
+  command.add_option("--sync", sharding.sync, "Reduce gradients in every micro-batch, or the last")
+      ->check(CLI::IsMember({"every", "last"}))
+      ->capture_default_str();
+  command
+      .add_option("--reshard-after-backward", sharding.reshard_after_backward,
+                  "Free parameters between micro-batches")
       ->capture_default_str();
 }
 

@@ -7,7 +7,8 @@
 
 namespace fsdp2::train {
 struct LlamaConfig;
-}
+struct ShardingOptions;
+}  // namespace fsdp2::train
 
 namespace fsdp2::cli {
 
@@ -29,6 +30,9 @@ void add_preset_option(CLI::App& command, std::string& preset, const Presets& pr
 
 /// The sizes of a decoder: --dim, --layers, --heads, --kv-heads, --ffn, --seq and --tied.
 void add_model_options(CLI::App& command, train::LlamaConfig& model);
+
+/// How the decoder is sharded, --param-dtype and --reduce-dtype included.
+void add_sharding_options(CLI::App& command, train::ShardingOptions& sharding);
 
 /// --param-dtype and --reduce-dtype.
 void add_precision_options(CLI::App& command, std::string& param_dtype, std::string& reduce_dtype);

@@ -99,9 +99,7 @@ void add_train(CLI::App& app, int& exit_code) {
   train->add_option("--clip", o.clip, "Largest gradient norm; 0: no clipping")
       ->capture_default_str();
   train->add_option("--seed", o.seed, "Of weights and order of data")->capture_default_str();
-  train->add_option("--reshard-after-forward", o.reshard_after_forward, "Free blocks after forward")
-      ->capture_default_str();
-  add_precision_options(*train, o.param_dtype, o.reduce_dtype);
+  add_sharding_options(*train, o.sharding);
   train->add_option("--val-every", o.val_every, "Steps between validations; 0: only at the end")
       ->capture_default_str();
   train->add_option("--val-batches", o.val_batches, "Batches a validation")->capture_default_str();

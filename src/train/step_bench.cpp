@@ -101,8 +101,7 @@ void StepBench::build() {
   });
   if (!options_.dump_init.empty()) save_weights(*model_, options_.dump_init);
   if (sharded_) {
-    shard(model_, options_.reshard_after_forward,
-          precision(options_.param_dtype, options_.reduce_dtype));
+    shard(model_, options_.sharding);
   } else if (together_) {
     replica_ = replicate(model_);
   }
@@ -144,7 +143,7 @@ double StepBench::grad_norm() {
     square[0] += norm * norm;
   }
   if (sharded_) sum_over_ranks(square);
-  const double norm = std::sqrt(square[0]);
+  const double norm = std::sqrt(square[0] / (sharded_ ? options_.sharding.replicate : 1));
   const double scale = options_.clip > 0 ? options_.clip / (norm + 1e-6) : 1;
   if (scale < 1) {
     for (auto& grad : grads) grad.mul_(scale);
@@ -159,9 +158,10 @@ StepBench::Step StepBench::step(const std::vector<Batch>& batches) {
     done.ms[phase] += ms_since(start);
     start = Clock::now();
   };
-  for (size_t k = 0; k < batches.size(); ++k) {
-    const auto& [x, y] = batches[k];
-    if (replica_) replica_->set_requires_gradient_sync(k + 1 == batches.size());
+  for (size_t i = 0; i < batches.size(); ++i) {
+    if (replica_) replica_->set_requires_gradient_sync(i + 1 == batches.size());
+    if (sharded_) before_micro_batch(model_, options_.sharding, i, batches.size());
+    const auto& [x, y] = batches[i];
     auto loss = next_token_loss(model_, x, y);
     if (options_.accum > 1) loss = loss / options_.accum;
     lap(kForward);
@@ -228,33 +228,32 @@ Json StepBench::run() {
 
 Json StepBench::config() const {
   const auto& m = options_.model;
-  return {{"mode", options_.mode},
-          {"preset", options_.preset},
-          {"dim", m.dim},
-          {"layers", m.layers},
-          {"heads", m.heads},
-          {"kv_heads", m.kv_heads},
-          {"ffn", m.ffn},
-          {"vocab", m.vocab},
-          {"seq", m.seq},
-          {"tied", m.tied},
-          {"batch", options_.batch},
-          {"steps", options_.steps},
-          {"warmup", options_.warmup},
-          {"lr", options_.lr},
-          {"seed", options_.seed},
-          {"accum", options_.accum},
-          {"clip", options_.clip},
-          {"norm_impl", options_.norm_impl},
-          {"reshard_after_forward", options_.reshard_after_forward},
-          {"param_dtype", options_.param_dtype},
-          {"reduce_dtype", options_.reduce_dtype},
-          {"local_world", options_.local_world},
-          {"local_replicas", options_.local_replicas},
-          {"threads", options_.threads},
-          {"start_step", options_.start_step},
-          {"world", world_.size()},
-          {"dp", together_ ? world_.size() : 1}};
+  Json config = {{"mode", options_.mode},
+                 {"preset", options_.preset},
+                 {"dim", m.dim},
+                 {"layers", m.layers},
+                 {"heads", m.heads},
+                 {"kv_heads", m.kv_heads},
+                 {"ffn", m.ffn},
+                 {"vocab", m.vocab},
+                 {"seq", m.seq},
+                 {"tied", m.tied},
+                 {"batch", options_.batch},
+                 {"steps", options_.steps},
+                 {"warmup", options_.warmup},
+                 {"lr", options_.lr},
+                 {"seed", options_.seed},
+                 {"accum", options_.accum},
+                 {"clip", options_.clip},
+                 {"norm_impl", options_.norm_impl},
+                 {"local_world", options_.local_world},
+                 {"local_replicas", options_.local_replicas},
+                 {"threads", options_.threads},
+                 {"start_step", options_.start_step},
+                 {"world", world_.size()},
+                 {"dp", together_ ? world_.size() : 1}};
+  config.update(to_json(options_.sharding));
+  return config;
 }
 
 Json StepBench::report(const std::vector<Step>& steps, std::vector<double> times) const {
@@ -359,6 +358,7 @@ void check(const StepBenchOptions& options, const World& world) {
   TORCH_CHECK_VALUE(options.mode != "local" || world.size() == 1 || options.local_replicas,
                     "local mode is one process, but there are ", world.size(),
                     " ranks: pass --local-replicas true to train a copy on each");
+  if (options.mode == "fsdp2") check(options.sharding, world.size());
 }
 
 }  // namespace

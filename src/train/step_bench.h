@@ -5,6 +5,7 @@
 // held against each other.
 
 #include "train/llama.h"
+#include "train/sharding.h"
 
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -23,8 +24,7 @@ struct StepBenchOptions {
   int64_t accum = 1;
   double clip = 0;                  // 0: the norm only
   std::string norm_impl = "torch";  // torch and fast: clip_grad_norm_; fp64: in double; off
-  bool reshard_after_forward = true;
-  std::string param_dtype = "fp32", reduce_dtype = "fp32";  // of mode fsdp2
+  ShardingOptions sharding;         // of mode fsdp2
   int64_t local_world = 1;      // local mode: the batches of this many ranks, concatenated
   bool local_replicas = false;  // local mode on several ranks: each trains its own copy
   int threads = 1;

@@ -69,6 +69,7 @@ class Trainer {
 void Trainer::prepare() {
   agree("cannot start training", [&] {
     check(options_);
+    check(options_.sharding, world_.size());
     auto data = options_.data;
     data.seq = options_.model.seq;
     data.seed = options_.seed;
@@ -79,8 +80,7 @@ void Trainer::prepare() {
     model_ = Llama(options_.model);
     init_weights(*model_, options_.seed, options_.model.layers);
   });
-  shard(model_, options_.reshard_after_forward,
-        precision(options_.param_dtype, options_.reduce_dtype));
+  shard(model_, options_.sharding);
   parameters_ = model_->parameters();
   make_optimizer();
 
@@ -116,6 +116,7 @@ Trainer::Reduced Trainer::accumulate(int64_t step) {
   for (int64_t k = 0; k < options_.accum; ++k) {
     const auto [x, y] =
         data_->train_batch(step * options_.accum + k, world_.rank(), world_.size(), options_.batch);
+    before_micro_batch(model_, options_.sharding, k, options_.accum);
     const auto loss = next_token_loss(model_, x, y) / options_.accum;
     loss.backward();
     mean += loss.item<double>();

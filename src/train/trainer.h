@@ -5,6 +5,7 @@
 #include "train/data.h"
 #include "train/llama.h"
 #include "train/schedule.h"
+#include "train/sharding.h"
 #include "train/world.h"
 
 #include <string>
@@ -20,8 +21,7 @@ struct TrainOptions {
   double weight_decay = 0.1;  // of matrices; norm weights have none
   double clip = 1.0;          // largest gradient norm; 0: no clipping
   uint64_t seed = 1234;
-  bool reshard_after_forward = true;
-  std::string param_dtype = "fp32", reduce_dtype = "fp32";
+  ShardingOptions sharding;
   int64_t val_every = 0;    // steps; 0: only at the end
   int64_t val_batches = 8;  // of the size of a training batch on all ranks
   int64_t log_every = 10;

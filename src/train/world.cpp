@@ -1,7 +1,6 @@
 #include "train/world.h"
 
 #include <fsdp2/collectives.h>
-#include <fsdp2/fully_shard.h>
 
 #include <torch/torch.h>
 
@@ -42,19 +41,6 @@ MixedPrecisionPolicy precision(const std::string& param_dtype, const std::string
   if (param_dtype != "fp32") policy.param_dtype = dtype_of(param_dtype);
   policy.reduce_dtype = dtype_of(reduce_dtype);
   return policy;
-}
-
-void shard(Llama& model, bool reshard_after_forward, const MixedPrecisionPolicy& policy,
-           const DeviceMesh& mesh) {
-  FullyShardOptions options;
-  options.mp_policy = policy;
-  options.mesh = mesh.defined() ? mesh
-                                : init_device_mesh(get_device().is_cuda() ? "cuda" : "cpu",
-                                                   {get_world_size()});
-  options.reshard_after_forward = reshard_after_forward;
-  for (const auto& block : *model->layers) fully_shard(block, options);
-  options.reshard_after_forward = false;
-  fully_shard(model, options);
 }
 
 void agree(const std::string& what, const std::function<void()>& body) {

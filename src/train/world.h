@@ -3,9 +3,6 @@
 // What trainers do with the world: join it, shard a model over it, reduce a few numbers, agree on
 // errors.
 
-#include "train/llama.h"
-
-#include <fsdp2/device_mesh.h>
 #include <fsdp2/mixed_precision.h>
 #include <fsdp2/process_group.h>
 
@@ -38,10 +35,6 @@ void set_threads(int threads);
 torch::ScalarType dtype_of(const std::string& name);
 /// Parameters and gradients travel as these; fp32 parameters as they are.
 MixedPrecisionPolicy precision(const std::string& param_dtype, const std::string& reduce_dtype);
-
-/// One group a block, and the rest as the root's; over all ranks if no mesh is given.
-void shard(Llama& model, bool reshard_after_forward, const MixedPrecisionPolicy& policy = {},
-           const DeviceMesh& mesh = {});
 
 /// Runs `body` on every rank; if it throws on any, throws on all, naming the first rank that
 /// failed. Collective.

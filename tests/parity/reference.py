@@ -1,7 +1,8 @@
 """The run that `fsdp2 bench step` does, in Python on PyTorch's own FSDP2.
 
 run(world, args) trains the decoder of src/train/llama.h for a few steps on `world` gloo ranks and returns losses,
-gradient norms and parameter checksums. Ranks are forked, so torch is imported once.
+gradient norms and parameter checksums. Ranks are forked, so torch is imported once. `args` are the options of
+`fsdp2 bench step`, with '_' for '-'; those that are not given have its defaults.
 """
 
 import json
@@ -16,7 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 U64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -98,8 +100,9 @@ class Decoder(nn.Module):
 
     def forward(self, tokens):
         h = self.tok_embeddings(tokens)
+        cos, sin = self.cos.to(h.dtype), self.sin.to(h.dtype)
         for layer in self.layers:
-            h = layer(h, self.cos, self.sin)
+            h = layer(h, cos, sin)
         return self.output(self.norm(h))
 
 
@@ -149,23 +152,66 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def sharding(model, world, c):
+    """The arguments of fully_shard that `c` asks for."""
+    replicate = c.get("replicate", 1)
+    mesh = (init_device_mesh("cpu", (world,)) if replicate == 1 else
+            init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("replicate", "shard")))
+    options = {"mesh": mesh, "reshard_after_forward": c.get("reshard_after_forward", True)}
+    if any(name in c for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")):
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=None if c.get("param_dtype", "fp32") == "fp32" else DTYPES[c["param_dtype"]],
+            reduce_dtype=DTYPES[c.get("reduce_dtype", "fp32")],
+            output_dtype=DTYPES[c["output_dtype"]] if "output_dtype" in c else None,
+            cast_forward_inputs=c.get("cast_forward_inputs", True))
+    if dim := c.get("shard_dim", 0):
+        shards = world // replicate
+        options["shard_placement_fn"] = (
+            lambda p: Shard(dim) if p.ndim > dim and p.shape[dim] % shards == 0 else None)
+    if c.get("offload", False):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    if ignored := c.get("ignore"):
+        options["ignored_params"] = {p for name, p in model.named_parameters() if name.endswith(ignored)}
+    return options
+
+
 def train(rank, world, c):
     model = Decoder(c)
     fill(model, c["seed"], c["layers"])
-    mesh = init_device_mesh("cpu", (world,))
+    options = sharding(model, world, c)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+        fully_shard(layer, **options)
+    fully_shard(model, **{**options, "reshard_after_forward": False})
+    # gloo cannot average.
+    for module in (model, *model.layers):
+        module.set_force_sum_reduction_for_comms(True)
     # The fused CPU kernel rounds otherwise than the plain one, which training amplifies.
     optimizer = torch.optim.AdamW(model.parameters(), lr=c["lr"], betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
                                   foreach=False, fused=False)
     losses, norms = [], []
+    accum = c.get("accum", 1)
     for step in range(c["steps"]):
-        x, y = tokens(c["seed"], step, rank, c)
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        loss.backward()
-        square = sum(local(p.grad).double().square().sum() for p in model.parameters())
-        sums = torch.stack([loss.detach().double() / world, square])
+        mean = torch.zeros((), dtype=torch.float64)
+        for k in range(accum):
+            last = k == accum - 1
+            if c.get("sync", "every") == "last":
+                model.set_requires_gradient_sync(last)
+            if c.get("all_reduce", "every") == "last":
+                model.set_requires_all_reduce(last)
+            if c.get("is_last_backward", False):
+                model.set_is_last_backward(last)
+            if not c.get("reshard_after_backward", True):
+                model.set_reshard_after_backward(last)
+            x, y = tokens(c["seed"], step * accum + k, rank, c)
+            loss = F.cross_entropy(model(x).float().flatten(0, 1), y.flatten()) / accum
+            loss.backward()
+            mean += loss.detach().double() / world
+        # Copies count once.
+        square = sum(local(p.grad).double().square().sum() for p in model.parameters()) / c.get("replicate", 1)
+        sums = torch.stack([mean, square])
         dist.all_reduce(sums)
         losses.append(sums[0].item())
         norms.append(sums[1].sqrt().item())

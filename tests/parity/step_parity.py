@@ -23,11 +23,11 @@ MODEL = dict(dim=48, layers=3, heads=4, kv_heads=2, ffn=101, vocab=501, seq=32, 
 def ours(binary, world, c):
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        options = {**{k: c[k] for k in MODEL}, "lr": c["lr"], "seed": c["seed"], "clip": c["clip"], "warmup": 2,
-                   "steps": c["steps"] - 2, "norm_impl": "fp64", "mode": "fsdp2", "json": report}
+        options = {**c, "warmup": 2, "steps": c["steps"] - 2, "norm_impl": "fp64", "mode": "fsdp2", "json": report}
         command = [binary, "run", "-n", str(world), "--", binary, "bench", "step"]
         for name, value in options.items():
-            command += ["--" + name.replace("_", "-"), str(value)]
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            command += ["--" + name.replace("_", "-"), text]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(map(str, command))}\nexited with {done.returncode}:\n{done.stdout}")

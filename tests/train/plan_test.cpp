@@ -5,7 +5,7 @@
 #include "support/counting_allocator.h"
 #include "support/ranks.h"
 #include "train/init.h"
-#include "train/world.h"
+#include "train/sharding.h"
 
 #include <fsdp2/fsdp2.h>
 
@@ -35,14 +35,14 @@ std::unique_ptr<torch::optim::Optimizer> optimizer_of(const std::string& name, L
 Measured measure(const PlanOptions& options) {
   CountingAllocator& allocator = CountingAllocator::install();
   const size_t before = allocator.live_bytes();
-  const DeviceMesh mesh =
-      options.replicate == 1
-          ? init_device_mesh("cpu", {options.shard})
-          : init_device_mesh("cpu", {options.replicate, options.shard}, {"replicate", "shard"});
   Llama model(options.model);
   init_weights(*model, 1, options.model.layers);
-  shard(model, options.reshard_after_forward, precision(options.param_dtype, options.reduce_dtype),
-        mesh);
+  ShardingOptions sharding;
+  sharding.replicate = options.replicate;
+  sharding.reshard_after_forward = options.reshard_after_forward;
+  sharding.param_dtype = options.param_dtype;
+  sharding.reduce_dtype = options.reduce_dtype;
+  shard(model, sharding);
   const auto optimizer = optimizer_of(options.optimizer, model);
   const torch::Tensor x = torch::ones({options.batch, options.model.seq}, torch::kLong);
   Measured measured;

@@ -1,0 +1,37 @@
+#pragma once
+
+// How `fsdp2 bench step` shards its model: what fully_shard and its controls can be told, as
+// options of a command.
+
+#include "train/llama.h"
+
+#include <fsdp2/fully_shard.h>
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace fsdp2::train {
+
+struct ShardingOptions {
+  int64_t replicate = 1;  // copies of the model (HSDP); divides the number of ranks
+  bool reshard_after_forward = true;
+  std::string param_dtype = "fp32", reduce_dtype = "fp32";
+  bool cast_forward_inputs = true;
+  // With several micro-batches a step: in which of them gradients are reduced, and whether the
+  // parameters are freed after the backward of any but the last.
+  std::string sync = "every";  // or last
+  bool reshard_after_backward = true;
+};
+
+/// Error naming the option if one makes no sense for this many ranks.
+void check(const ShardingOptions& options, int64_t ranks);
+
+/// One group a block, and the rest as the root's, which is not freed after forward.
+void shard(Llama& model, const ShardingOptions& options);
+
+/// To be called before the forward of micro-batch `index` of `count`.
+void before_micro_batch(Llama& model, const ShardingOptions& options, int64_t index, int64_t count);
+
+nlohmann::ordered_json to_json(const ShardingOptions& options);
+
+}  // namespace fsdp2::train
