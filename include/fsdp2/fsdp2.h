@@ -14,6 +14,7 @@
 #include <fsdp2/meta_device.h>
 #include <fsdp2/mixed_precision.h>
 #include <fsdp2/module_states.h>
+#include <fsdp2/nvme_offload.h>
 #include <fsdp2/optim.h>
 #include <fsdp2/placement.h>
 #include <fsdp2/process_group.h>

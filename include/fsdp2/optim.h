@@ -3,9 +3,12 @@
 // Optimizers whose step is one fused kernel over this rank's parts. Follows torch.optim.AdamW with
 // fused=True (pytorch.org/docs/stable/generated/torch.optim.AdamW.html).
 
+#include <fsdp2/nvme_offload.h>
+
 #include <torch/optim/adamw.h>
 
-#include <string>
+#include <memory>
+#include <optional>
 #include <vector>
 
 namespace fsdp2::optim {
@@ -13,7 +16,15 @@ namespace fsdp2::optim {
 struct AdamWExtras {
   /// Go up the gradient.
   bool maximize = false;
+  /// Keep the moments in memory-mapped files: the next parameter's are read ahead while one is
+  /// updated, and written back after it, so that no more than a few parameters' moments are in
+  /// memory at a time. The numbers are those in memory, bit for bit. For parameters on the CPU.
+  /// Errors that name the file: from the constructor if it cannot be made, from step(), before
+  /// anything changes, if the disk is full.
+  std::optional<NvmeOffloadPolicy> nvme_offload = std::nullopt;
 };
+
+class MomentFile;
 
 /// Takes the place of torch::optim::AdamW: the same options, groups and state, and numbers that
 /// differ from its by rounding. Parameters may be plain and DTensors of any mesh and dtype, mixed;
@@ -31,7 +42,11 @@ class AdamW : public torch::optim::AdamW {
   torch::Tensor step(LossClosure closure = nullptr) override;
 
  private:
+  torch::optim::AdamWParamState& state_of(const torch::Tensor& parameter, bool amsgrad);
+  void step_through_file(torch::optim::OptimizerParamGroup& group);
+
   AdamWExtras extras_;
+  std::shared_ptr<MomentFile> file_;  // of the moments, if they are offloaded
 };
 
 }  // namespace fsdp2::optim

@@ -1,3 +1,4 @@
+#include "optim/moment_file.h"
 #include "optim/parts.h"
 
 #include <fsdp2/optim.h>
@@ -10,6 +11,7 @@ namespace {
 using torch::Tensor;
 using torch::optim::AdamWOptions;
 using torch::optim::AdamWParamState;
+using torch::optim::OptimizerParamGroup;
 
 /// The arguments of one fused call. The kernel walks memory, so all tensors of a parameter must lie
 /// as its first: those that do not are copied, and copied back.
@@ -68,29 +70,75 @@ void check_gradient(const Tensor& parameter, size_t group, size_t index) {
               "parameter: redistribute() it");
 }
 
-AdamWParamState& state_in(std::unique_ptr<torch::optim::OptimizerParamState>& state,
-                          const Tensor& parameter, bool amsgrad) {
-  if (!state) {
-    auto fresh = std::make_unique<AdamWParamState>();
-    fresh->exp_avg(torch::zeros_like(parameter));
-    fresh->exp_avg_sq(torch::zeros_like(parameter));
-    state = std::move(fresh);
-  }
-  auto& known = static_cast<AdamWParamState&>(*state);
-  if (amsgrad && !known.max_exp_avg_sq().defined()) {
-    known.max_exp_avg_sq(torch::zeros_like(parameter));
-  }
-  return known;
+/// Where the moments of a parameter begin.
+Tensor zeros_for(const Tensor& parameter, MomentFile* file) {
+  if (!file) return torch::zeros_like(parameter);
+  const Tensor& part = part_of(parameter);
+  TORCH_CHECK(part.is_cpu(), "AdamW: nvme_offload is for parameters on the CPU, but one is on ",
+              part.device());
+  const Tensor zeros =
+      file->allocate(part.is_non_overlapping_and_dense() ? part : part.contiguous());
+  if (!is_dtensor(parameter)) return zeros;
+  const auto& spec = *dtensor::spec_of(parameter);
+  return make_dtensor(zeros, spec.mesh, spec.placements, parameter.sizes());
+}
+
+void make_moment(Tensor& moment, const Tensor& parameter, MomentFile* file) {
+  const bool elsewhere =
+      file && moment.defined() && part_of(moment).numel() > 0 && !file->holds(part_of(moment));
+  if (moment.defined() && !elsewhere) return;
+  const Tensor loaded = moment;
+  moment = zeros_for(parameter, file);
+  if (elsewhere) part_of(moment).copy_(part_of(loaded));
+}
+
+std::vector<Tensor> moments_of(const AdamWParamState& state) {
+  std::vector<Tensor> moments = {part_of(state.exp_avg()), part_of(state.exp_avg_sq())};
+  if (state.max_exp_avg_sq().defined()) moments.push_back(part_of(state.max_exp_avg_sq()));
+  return moments;
 }
 
 }  // namespace
 
 AdamW::AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups,
              const AdamWOptions& defaults, AdamWExtras extras)
-    : torch::optim::AdamW(groups, defaults), extras_(std::move(extras)) {}
+    : torch::optim::AdamW(groups, defaults), extras_(std::move(extras)) {
+  if (extras_.nvme_offload) file_ = std::make_shared<MomentFile>(*extras_.nvme_offload);
+}
 
 AdamW::AdamW(std::vector<Tensor> parameters, const AdamWOptions& defaults, AdamWExtras extras)
-    : torch::optim::AdamW(std::move(parameters), defaults), extras_(std::move(extras)) {}
+    : AdamW({OptimizerParamGroup(std::move(parameters))}, defaults, std::move(extras)) {}
+
+AdamWParamState& AdamW::state_of(const Tensor& parameter, bool amsgrad) {
+  auto& state = state_[parameter.unsafeGetTensorImpl()];
+  if (!state) state = std::make_unique<AdamWParamState>();
+  auto& known = static_cast<AdamWParamState&>(*state);
+  make_moment(known.exp_avg(), parameter, file_.get());
+  make_moment(known.exp_avg_sq(), parameter, file_.get());
+  if (amsgrad) make_moment(known.max_exp_avg_sq(), parameter, file_.get());
+  return known;
+}
+
+void AdamW::step_through_file(OptimizerParamGroup& group) {
+  const auto& options = static_cast<const AdamWOptions&>(group.options());
+  std::vector<std::pair<Tensor, AdamWParamState*>> used;
+  for (const Tensor& parameter : group.params()) {
+    if (!parameter.grad().defined()) continue;
+    used.emplace_back(parameter, &state_of(parameter, options.amsgrad()));
+  }
+  for (size_t i = 0; i < used.size(); ++i) {
+    const auto& [parameter, state] = used[i];
+    if (i + 1 < used.size()) {
+      for (const Tensor& moment : moments_of(*used[i + 1].second)) file_->prefetch(moment);
+    }
+    state->step(state->step() + 1);
+    if (written_part_of(parameter).numel() == 0) continue;
+    FusedCall call;
+    call.add(parameter, *state, options.amsgrad());
+    call.run(options, state->step(), extras_.maximize);
+    for (const Tensor& moment : moments_of(*state)) file_->release(moment);
+  }
+}
 
 Tensor AdamW::step(LossClosure closure) {
   Tensor loss;
@@ -101,17 +149,23 @@ Tensor AdamW::step(LossClosure closure) {
   const torch::NoGradGuard no_grad;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& parameters = param_groups_[g].params();
+    const auto& options = static_cast<const AdamWOptions&>(param_groups_[g].options());
     for (size_t i = 0; i < parameters.size(); ++i) {
-      if (parameters[i].grad().defined()) check_gradient(parameters[i], g, i);
+      if (!parameters[i].grad().defined()) continue;
+      check_gradient(parameters[i], g, i);
+      state_of(parameters[i], options.amsgrad());
     }
   }
   for (auto& group : param_groups_) {
+    if (file_) {
+      step_through_file(group);
+      continue;
+    }
     const auto& options = static_cast<const AdamWOptions&>(group.options());
     std::map<std::pair<Kind, int64_t>, FusedCall> calls;
     for (const Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
-      AdamWParamState& state =
-          state_in(state_[parameter.unsafeGetTensorImpl()], parameter, options.amsgrad());
+      AdamWParamState& state = state_of(parameter, options.amsgrad());
       state.step(state.step() + 1);
       // Every rank writes the parameter, one with an empty part too.
       const Tensor& part = written_part_of(parameter);

@@ -157,9 +157,9 @@ TEST_F(TrainCommand, BenchStepWritesAReport) {
 }
 
 TEST_F(TrainCommand, BenchStepGivesTheSameLossesInEveryMode) {
-  const std::vector<std::string> common{"bench",   "step", "--dim",   "12", "--layers",  "1",
-                                        "--heads", "2",    "--vocab", "31", "--seq",     "8",
-                                        "--batch", "1",    "--steps", "3",  "--warmup",  "1",
+  const std::vector<std::string> common{"bench",   "step", "--dim",   "12",  "--layers", "1",
+                                        "--heads", "2",    "--vocab", "31",  "--seq",    "8",
+                                        "--batch", "1",    "--steps", "3",   "--warmup", "1",
                                         "--accum", "2",    "--clip",  "0.5", "--lr",     "0.05"};
   const auto report = [&](const std::string& mode, bool two_ranks) {
     auto arguments = common;
