@@ -148,31 +148,60 @@ struct RandomNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(RandomNet);
 
-FullyShardOptions random_options(Dice& dice) {
+/// Of one dimension, or with replicas; made once, as every mesh has its own groups.
+const DeviceMesh& random_mesh(Dice& dice) {
+  static const auto* meshes = [] {
+    auto* made = new std::vector<DeviceMesh>();
+    const int64_t world = get_world_size();
+    made->push_back(init_device_mesh("cpu", {world}));
+    for (int64_t replicas : {world, int64_t{2}}) {
+      if (world % replicas == 0)
+        made->push_back(
+            init_device_mesh("cpu", {replicas, world / replicas}, {"replicate", "shard"}));
+    }
+    return made;
+  }();
+  return dice.one_in(2) ? meshes->front() : (*meshes)[dice.upto(static_cast<int>(meshes->size()))];
+}
+
+FullyShardOptions random_options(Dice& dice, const DeviceMesh& mesh) {
   FullyShardOptions options;
-  const int choice = dice.upto(3);
-  if (choice > 0) options.reshard_after_forward = choice == 1;
+  options.mesh = mesh;
+  const int64_t ranks = mesh.size(mesh.ndim() - 1);
+  const int choice = dice.upto(4);
+  if (choice == 1) options.reshard_after_forward = true;
+  if (choice == 2) options.reshard_after_forward = false;
+  if (choice == 3) options.reshard_after_forward = ranks % 2 == 0 ? ranks / 2 : ranks;
+  if (dice.one_in(4)) options.replicate_below = 8;
+  if (dice.one_in(4)) {
+    // The last dimension where it can be split evenly.
+    options.shard_placement_fn = [ranks](const Tensor& p) -> std::optional<ShardPlacement> {
+      if (p.dim() < 2 || p.size(-1) % ranks != 0) return std::nullopt;
+      return Shard(-1);
+    };
+  }
   return options;
 }
 
 /// Children before parents; some on their own, some not at all, two blocks as one group at times.
 void wrap(RandomNet& net, Dice& dice) {
+  const DeviceMesh& mesh = random_mesh(dice);
   for (auto& block : net->blocks) {
     for (const auto& child : block->children()) {
       const bool container = child->as<torch::nn::ParameterListImpl>() != nullptr;
       if (dice.one_in(4) && !container && !is_fsdp(*child))
-        fully_shard(child, random_options(dice));
+        fully_shard(child, random_options(dice, mesh));
     }
   }
   if (net->blocks.size() > 2 && dice.one_in(4)) {
     fully_shard(
         std::vector<std::shared_ptr<torch::nn::Module>>{net->blocks[1].ptr(), net->blocks[2].ptr()},
-        random_options(dice));
+        random_options(dice, mesh));
   }
   for (auto& block : net->blocks) {
-    if (!is_fsdp(*block) && dice.one_in(2)) fully_shard(block, random_options(dice));
+    if (!is_fsdp(*block) && dice.one_in(2)) fully_shard(block, random_options(dice, mesh));
   }
-  fully_shard(net, random_options(dice));
+  fully_shard(net, random_options(dice, mesh));
 }
 
 void freeze(Twins<RandomNet>& twins, Dice& dice, int odds) {
