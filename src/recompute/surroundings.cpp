@@ -22,7 +22,7 @@ std::vector<at::Device> devices_of(const std::vector<at::Tensor>& tensors) {
   }
   if (const auto accelerator = at::getAccelerator(/*checked=*/false)) {
     const at::Device current = c10::impl::VirtualGuardImpl(*accelerator).getDevice();
-    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(*accelerator);
+    const auto& hooks = at::globalContext().getAcceleratorHooksInterface(accelerator);
     if (hooks.hasPrimaryContext(current.index())) add(current);
   }
   return devices;

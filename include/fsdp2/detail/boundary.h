@@ -18,7 +18,7 @@
 
 namespace fsdp2::detail {
 
-/// The parameter groups whose boundaries this thread is inside of, outermost first.
+/// The wrapped modules (what is known of them) whose boundaries this thread is inside of.
 using OpenBoundaries = std::vector<std::shared_ptr<const void>>;
 OpenBoundaries& open_boundaries();
 

@@ -33,26 +33,24 @@ auto signature_of_forward() {
   }
 }
 
+template <class Impl, class... A>
+inline constexpr bool kCallableWith =
+    requires(Impl& module, A (*... make)()) { module.forward(make()...); };
+
+template <class Impl, class Done, class... Left>
+struct CallableWithoutLast;
+template <class Impl, class... Done, class Next, class... Left>
+struct CallableWithoutLast<Impl, void(Done...), Next, Left...>
+    : CallableWithoutLast<Impl, void(Done..., Next), Left...> {};
+template <class Impl, class... Done, class Last>
+struct CallableWithoutLast<Impl, void(Done...), Last>
+    : std::bool_constant<kCallableWith<Impl, Done...>> {};
+
 /// Whether forward can be called with fewer arguments than it declares.
 template <class Impl, class Signature>
-struct HasDefaults;
-template <class Impl, class R>
-struct HasDefaults<Impl, R()> : std::false_type {};
+struct HasDefaults : std::false_type {};
 template <class Impl, class R, class First, class... Rest>
-struct HasDefaults<Impl, R(First, Rest...)> {
-  template <class... Fewer>
-  static constexpr bool callable =
-      requires(Impl& module, Fewer (*... make)()) { module.forward(make()...); };
-  template <class Done, class... Left>
-  struct AllButLast;
-  template <class... Done, class Next, class... Left>
-  struct AllButLast<void(Done...), Next, Left...> : AllButLast<void(Done..., Next), Left...> {};
-  template <class... Done, class Last>
-  struct AllButLast<void(Done...), Last> : std::bool_constant<callable<Done...>> {};
-  static constexpr bool value = AllButLast<void(), First, Rest...>::value;
-};
-template <class Impl>
-struct HasDefaults<Impl, void> : std::false_type {};
+struct HasDefaults<Impl, R(First, Rest...)> : CallableWithoutLast<Impl, void(), First, Rest...> {};
 
 template <class Impl, class Signature>
 using TypedSignature = std::conditional_t<HasDefaults<Impl, Signature>::value, void, Signature>;
