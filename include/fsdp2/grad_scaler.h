@@ -26,7 +26,7 @@ struct GradScalerOptions {
   int64_t growth_interval = 2000;
   bool enabled = true;  // false: scale() and unscale_() do nothing, step() steps
   /// The ranks that step together. Not given: the world, if there is one.
-  DeviceMesh mesh;
+  DeviceMesh mesh{};
 };
 
 /// Not thread-safe.

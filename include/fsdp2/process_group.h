@@ -28,11 +28,11 @@ struct InitOptions {
   /// process alone: nothing is sent, and every collective is done at once, as if each rank had
   /// passed what this one passes (a sum is the own value times the number of ranks; what another
   /// rank would broadcast or scatter leaves the output as it is). On CPU and meta tensors.
-  std::string backend;
-  std::optional<int> rank;
-  std::optional<int> world_size;
-  std::string master_addr;
-  std::optional<int> master_port;
+  std::string backend{};
+  std::optional<int> rank{};
+  std::optional<int> world_size{};
+  std::string master_addr{};
+  std::optional<int> master_port{};
   /// Takes the place of address and port. May serve several worlds, one after the other.
   c10::intrusive_ptr<c10d::Store> store;
   /// Of joining, and of every wait in every group made here.

@@ -30,7 +30,7 @@ namespace fsdp2 {
 
 struct ReplicateOptions {
   /// 1-D. Not given: all ranks of the world (which is initialised from the environment if need be).
-  DeviceMesh mesh;
+  DeviceMesh mesh{};
   /// Size of a bucket in MiB; the first one is at most 1 MiB, so that reducing starts early.
   double bucket_cap_mb = 25;
   /// Gradients share the buckets' memory: one copy less.
@@ -46,7 +46,7 @@ struct ReplicateOptions {
   /// Parameters and buffers of the mesh's rank 0 are sent to the others. False: they must be equal.
   bool init_sync = true;
   /// Names as in named_parameters(); these are neither sent nor averaged.
-  std::vector<std::string> ignored_parameters;
+  std::vector<std::string> ignored_parameters{};
 };
 
 class NoSyncGuard;

@@ -35,6 +35,18 @@ void add_sharding_options(CLI::App& command, train::ShardingOptions& sharding) {
       .add_option("--reshard-after-forward", sharding.reshard_after_forward,
                   "Free blocks after forward")
       ->capture_default_str();
+  command
+      .add_option("--reshard-to", sharding.reshard_to,
+                  "Ranks that share a block between forward and backward, a factor of all; 0: all")
+      ->capture_default_str();
+  command
+      .add_option("--shard-dim", sharding.shard_dim,
+                  "Dimension to shard, of the parameters whose size there divides")
+      ->capture_default_str();
+  command.add_option("--offload", sharding.offload, "Keep shards and optimizer in host memory")
+      ->capture_default_str();
+  command.add_option("--ignore", sharding.ignore,
+                     "Parameters whose names end so stay whole, and each rank's own");
   add_precision_options(command, sharding.param_dtype, sharding.reduce_dtype);
   command
       .add_option("--cast-forward-inputs", sharding.cast_forward_inputs,
@@ -42,6 +54,15 @@ void add_sharding_options(CLI::App& command, train::ShardingOptions& sharding) {
       ->capture_default_str();
   command.add_option("--sync", sharding.sync, "Reduce gradients in every micro-batch, or the last")
       ->check(CLI::IsMember({"every", "last"}))
+      ->capture_default_str();
+  command
+      .add_option("--all-reduce", sharding.all_reduce,
+                  "Sum over the copies in every micro-batch, or the last")
+      ->check(CLI::IsMember({"every", "last"}))
+      ->capture_default_str();
+  command
+      .add_option("--is-last-backward", sharding.is_last_backward,
+                  "Say which micro-batch is the last (changes nothing)")
       ->capture_default_str();
   command
       .add_option("--reshard-after-backward", sharding.reshard_after_backward,

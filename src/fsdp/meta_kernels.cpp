@@ -23,9 +23,18 @@ Tensor embedding_dense_backward(const Tensor& gradient, const Tensor&, int64_t r
   return at::empty({rows, gradient.size(-1)}, gradient.options());
 }
 
+std::vector<int64_t> where_sizes(const Tensor& condition, const Tensor& self, const Tensor& other) {
+  return at::infer_size(at::infer_size(self.sizes(), other.sizes()), condition.sizes());
+}
+
 Tensor where(const Tensor& condition, const Tensor& self, const Tensor& other) {
-  const auto sizes = at::infer_size(at::infer_size(self.sizes(), other.sizes()), condition.sizes());
-  return at::empty(sizes, self.options().dtype(at::result_type(self, other)).device(c10::kMeta));
+  return at::empty(where_sizes(condition, self, other),
+                   self.options().dtype(at::result_type(self, other)).device(c10::kMeta));
+}
+
+Tensor& where_out(const Tensor& condition, const Tensor& self, const Tensor& other, Tensor& out) {
+  out.resize_(where_sizes(condition, self, other));
+  return out;
 }
 
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
@@ -68,6 +77,7 @@ void register_meta_kernels() {
     add("index_select", &index_select);
     add("embedding_dense_backward", &embedding_dense_backward);
     add("where.self", &where);
+    add("where.self_out", &where_out);
     add("native_layer_norm", &native_layer_norm);
     add("native_layer_norm_backward", &native_layer_norm_backward);
     return made;

@@ -82,6 +82,11 @@ void plan_reshard_after_forward(const FullyShardOptions& options, Plan& plan) {
 
 void place(const FullyShardOptions& options, const DeviceMesh& mesh, PlannedParam& planned) {
   const torch::Tensor& parameter = planned.spec.tensor;
+  if (options.mp_policy.param_dtype == parameter.scalar_type() && parameter.element_size() == 2) {
+    TORCH_WARN_ONCE("fully_shard: parameter '", planned.spec.name, "' is ", parameter.scalar_type(),
+                    " already, and so stay its shard and the optimizer's updates: small ones are "
+                    "lost to rounding. Build the model in float32 to train it in that.");
+  }
   planned.mesh = mesh;
   const bool small = parameter.dim() == 0 || parameter.numel() < options.replicate_below;
   if (!small) planned.spec.shard_dim = 0;

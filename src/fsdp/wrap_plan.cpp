@@ -4,6 +4,8 @@
 #include "fsdp/wrap_options.h"
 #include "mesh/mesh_impl.h"
 
+#include <chrono>
+#include <thread>
 #include <unordered_set>
 
 namespace fsdp2::fsdp {
@@ -139,9 +141,12 @@ void check_aliases(const Plan& plan) {
   }
   for (const PlannedParam& planned : plan.parameters) {
     const c10::Storage& storage = planned.spec.tensor.storage();
+    const size_t known = owners[storage.unsafeGetStorageImpl()];
+    // A collective that has just ended lets go of its tensors in a thread of its own.
+    for (int tries = 0; storage.use_count() > known && tries < 100; ++tries)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     TORCH_CHECK(
-        storage.use_count() <= owners[storage.unsafeGetStorageImpl()], "fully_shard: parameter '",
-        planned.spec.name,
+        storage.use_count() <= known, "fully_shard: parameter '", planned.spec.name,
         "' shares its memory with a tensor that is not among the parameters being "
         "sharded (a cached view, a tensor it was set from, a graph that is still alive): that "
         "tensor would keep the old values. Drop or clone() it before fully_shard.");

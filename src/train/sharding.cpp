@@ -20,8 +20,10 @@ DeviceMesh mesh_of(const ShardingOptions& options) {
 void check(const ShardingOptions& options, int64_t ranks) {
   TORCH_CHECK_VALUE(options.replicate >= 1 && ranks % options.replicate == 0, "--replicate ",
                     options.replicate, " does not divide the number of ranks, ", ranks);
-  TORCH_CHECK_VALUE(options.sync == "every" || options.sync == "last",
-                    "--sync is 'every' or 'last', got '", options.sync, "'");
+  TORCH_CHECK_VALUE(options.reshard_to >= 0, "--reshard-to must not be negative, got ",
+                    options.reshard_to);
+  TORCH_CHECK_VALUE(options.shard_dim >= 0, "--shard-dim must not be negative, got ",
+                    options.shard_dim);
 }
 
 void shard(Llama& model, const ShardingOptions& options) {
@@ -30,6 +32,21 @@ void shard(Llama& model, const ShardingOptions& options) {
   blocks.reshard_after_forward = options.reshard_after_forward;
   blocks.mp_policy = precision(options.param_dtype, options.reduce_dtype);
   blocks.mp_policy.cast_forward_inputs = options.cast_forward_inputs;
+  if (options.reshard_to > 0) blocks.reshard_after_forward = options.reshard_to;
+  if (options.offload) blocks.offload_policy = CPUOffloadPolicy{};
+  if (options.shard_dim > 0) {
+    const int64_t shards = blocks.mesh.size(-1);
+    blocks.shard_placement_fn =
+        [dim = options.shard_dim,
+         shards](const torch::Tensor& parameter) -> std::optional<ShardPlacement> {
+      if (parameter.dim() <= dim || parameter.size(dim) % shards != 0) return std::nullopt;
+      return Shard(dim);
+    };
+  }
+  for (const auto& item : model->named_parameters()) {
+    if (!options.ignore.empty() && item.key().ends_with(options.ignore))
+      blocks.ignored_params.push_back(item.value());
+  }
   FullyShardOptions root = blocks;
   root.reshard_after_forward = false;
   for (const auto& block : *model->layers) fully_shard(block, blocks);
@@ -41,16 +58,24 @@ void before_micro_batch(Llama& model, const ShardingOptions& options, int64_t in
   const bool last = index == count - 1;
   FSDPModule root = as_fsdp(*model);
   if (options.sync == "last") root.set_requires_gradient_sync(last);
+  if (options.all_reduce == "last") root.set_requires_all_reduce(last);
+  if (options.is_last_backward) root.set_is_last_backward(last);
   if (!options.reshard_after_backward) root.set_reshard_after_backward(last);
 }
 
 nlohmann::ordered_json to_json(const ShardingOptions& options) {
   return {{"replicate", options.replicate},
           {"reshard_after_forward", options.reshard_after_forward},
+          {"reshard_to", options.reshard_to},
+          {"shard_dim", options.shard_dim},
+          {"offload", options.offload},
+          {"ignore", options.ignore},
           {"param_dtype", options.param_dtype},
           {"reduce_dtype", options.reduce_dtype},
           {"cast_forward_inputs", options.cast_forward_inputs},
           {"sync", options.sync},
+          {"all_reduce", options.all_reduce},
+          {"is_last_backward", options.is_last_backward},
           {"reshard_after_backward", options.reshard_after_backward}};
 }
 

@@ -15,11 +15,16 @@ namespace fsdp2::train {
 struct ShardingOptions {
   int64_t replicate = 1;  // copies of the model (HSDP); divides the number of ranks
   bool reshard_after_forward = true;
+  int64_t reshard_to = 0;  // ranks that share a block between forward and backward; 0: all
+  int64_t shard_dim = 0;   // of the parameters that have it and divide evenly; others: 0
+  bool offload = false;
+  std::string ignore;  // parameters whose names end so are left to each rank
   std::string param_dtype = "fp32", reduce_dtype = "fp32";
   bool cast_forward_inputs = true;
-  // With several micro-batches a step: in which of them gradients are reduced, and whether the
-  // parameters are freed after the backward of any but the last.
-  std::string sync = "every";  // or last
+  // With several micro-batches a step: in which of them gradients are reduced, and over the copies;
+  // whether the last is told; whether the parameters are freed after the backward of any but it.
+  std::string sync = "every", all_reduce = "every";  // or last
+  bool is_last_backward = false;
   bool reshard_after_backward = true;
 };
 

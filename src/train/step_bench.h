@@ -25,8 +25,8 @@ struct StepBenchOptions {
   double clip = 0;                  // 0: the norm only
   std::string norm_impl = "torch";  // torch and fast: clip_grad_norm_; fp64: in double; off
   ShardingOptions sharding;         // of mode fsdp2
-  int64_t local_world = 1;      // local mode: the batches of this many ranks, concatenated
-  bool local_replicas = false;  // local mode on several ranks: each trains its own copy
+  int64_t local_world = 1;          // local mode: the batches of this many ranks, concatenated
+  bool local_replicas = false;      // local mode on several ranks: each trains its own copy
   int threads = 1;
   std::string load_init, dump_init, dump_final;  // safetensors files
   int64_t start_step = 0;

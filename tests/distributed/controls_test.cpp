@@ -217,9 +217,14 @@ TORCH_MODULE(One);
 
 enum class Accumulate { kEveryPass, kWithoutSync, kWithoutAllReduce };
 class DelayedAllReduce : public ::testing::TestWithParam<Accumulate> {};
+std::string way_name(const ::testing::TestParamInfo<Accumulate>& way) {
+  const std::vector<std::string> names = {"EveryPass", "WithoutSync", "WithoutAllReduce"};
+  return names[static_cast<size_t>(way.param)];
+}
 INSTANTIATE_TEST_SUITE_P(Ways, DelayedAllReduce,
                          ::testing::Values(Accumulate::kEveryPass, Accumulate::kWithoutSync,
-                                           Accumulate::kWithoutAllReduce));
+                                           Accumulate::kWithoutAllReduce),
+                         &way_name);
 
 TEST_P(DelayedAllReduce, NoPassIsLostAndReplicasAgree) {
   for (const std::vector<int64_t>& shape : {std::vector<int64_t>{2, 2}, {4, 1}, {1, 4}}) {

@@ -84,6 +84,16 @@ TEST(ModuleStates, DifferentModelsAreAnErrorOnAllRanks) {
   });
 }
 
+TEST(ModuleStates, ACollectiveThatHasJustEndedIsNoAlias) {
+  on_ranks(2, [](int rank) {
+    for (int i = 0; i < 200; ++i) {
+      Weight module(rank);
+      wait(broadcast(module->weight, 0, world_group()));
+      fully_shard(module);
+    }
+  });
+}
+
 TEST(ModuleStates, AskedToDebugWrappingChecks) {
   on_ranks(2, [](int rank) {
     setenv("FSDP2_DEBUG", "1", 1);

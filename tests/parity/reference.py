@@ -160,7 +160,7 @@ def sharding(model, world, c):
     replicate = c.get("replicate", 1)
     mesh = (init_device_mesh("cpu", (world,)) if replicate == 1 else
             init_device_mesh("cpu", (replicate, world // replicate), mesh_dim_names=("replicate", "shard")))
-    options = {"mesh": mesh, "reshard_after_forward": c.get("reshard_after_forward", True)}
+    options = {"mesh": mesh, "reshard_after_forward": c.get("reshard_to") or c.get("reshard_after_forward", True)}
     if any(name in c for name in ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")):
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=None if c.get("param_dtype", "fp32") == "fp32" else DTYPES[c["param_dtype"]],
@@ -184,7 +184,8 @@ def train(rank, world, c):
     options = sharding(model, world, c)
     for layer in model.layers:
         fully_shard(layer, **options)
-    fully_shard(model, **{**options, "reshard_after_forward": False})
+    options["reshard_after_forward"] = False
+    fully_shard(model, **options)
     # gloo cannot average.
     for module in (model, *model.layers):
         module.set_force_sum_reduction_for_comms(True)

@@ -124,24 +124,6 @@ TEST(Plan, ForecastsOtherOptimizers) {
   }
 }
 
-/// 405 billion parameters: the shards of all ranks are the model.
-TEST(Plan, AddsUpOverAThousandRanks) {
-  PlanOptions options;
-  options.model = resolve({.dim = 16384,
-                           .layers = 126,
-                           .heads = 128,
-                           .kv_heads = 8,
-                           .ffn = 53248,
-                           .vocab = 128256,
-                           .seq = 8192});
-  options.shard = 1024;
-  const MemoryPlan plan = plan_memory(options);
-  EXPECT_EQ(plan.parameters, 405853388800);
-  // 128,256 rows make chunks of 126; everything else divides.
-  EXPECT_EQ(plan.shard_parameters, (405853388800 - 2 * 128256 * 16384L) / 1024 + 2 * 126 * 16384L);
-  EXPECT_EQ(plan.moments.front().total(), plan.shard_parameters * 12);
-}
-
 TEST(Plan, RefusesWhatMakesNoSense) {
   PlanOptions options = deep();
   options.optimizer = "lion";
