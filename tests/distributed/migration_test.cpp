@@ -84,6 +84,14 @@ TEST(Migration, Arguments) {
     options.mp_policy.reduce_dtype = torch::kFloat32;
     options.mp_policy.cast_forward_inputs = true;
     options.offload_policy = CPUOffloadPolicy{.pin_memory = false};
+    train(model, options);
+  });
+}
+
+TEST(Migration, IgnoredParameters) {
+  on_ranks(2, [](int) {
+    Net model;
+    Options options;
     options.ignored_params = model->blocks[0]->parameters();
     train(model, options);
   });
@@ -186,6 +194,71 @@ TEST(Migration, HooksOnGradients) {
     for (Tensor& p : model->parameters())
       p.register_hook([](Tensor gradient) { return gradient * 2; });
     model->loss(ids(), ids()).backward();
+  });
+}
+
+TEST(Migration, Boundaries) {
+  on_ranks(2, [](int) {
+    using HookedBlock = HookedHolder<BlockImpl>;
+    HookedBlock block(4);
+    int calls = 0;
+    block->register_forward_hook([&](torch::nn::Module&, Values&, Values&) { ++calls; });
+    Options options;
+    options.mp_policy.output_dtype = torch::kFloat64;
+    auto sharded = fully_shard(block, options);
+    EXPECT_EQ(sharded(torch::ones({2, 4})).scalar_type(), torch::kFloat64);
+    EXPECT_EQ(calls, 1);
+  });
+}
+
+TEST(Migration, ActivationCheckpointing) {
+  on_ranks(2, [](int) {
+    Net model;
+    for (auto& block : *model->blocks) fully_shard(block);
+    fully_shard(model);
+    Block first(6);
+    auto second = checkpoint_wrapper(Block(6));
+    fully_shard(first);
+    fully_shard(second);
+    Tensor x = model->embedding(ids());
+    x = checkpoint(first, x);
+    second->forward(x).sum().backward();
+  });
+}
+
+TEST(Migration, Optimizers) {
+  on_ranks(2, [](int) {
+    Net model;
+    for (auto& block : *model->blocks) fully_shard(block);
+    fully_shard(model);
+    optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-3));
+    GradScaler scaler;
+    scaler.scale(model->loss(ids(), ids())).backward();
+    scaler.unscale_(optimizer);
+    clip_grad_norm_(model->parameters(), 1.0);
+    scaler.step(optimizer);
+    scaler.update();
+  });
+}
+
+TEST(Migration, DistributedDataParallel) {
+  on_ranks(2, [](int) {
+    Net model;
+    ReplicateOptions ddp;
+    ddp.mesh = init_device_mesh("cpu", {get_world_size()});
+    ddp.bucket_cap_mb = 25;
+    ddp.gradient_as_bucket_view = true;
+    ddp.find_unused_parameters = true;
+    ddp.broadcast_buffers = true;
+    ddp.init_sync = true;
+    ddp.ignored_parameters = {"head.bias"};
+    ReplicatedModule replica = replicate(model, ddp);
+    {
+      auto accumulating = replica.no_sync();
+      model->loss(ids(), ids()).backward();
+    }
+    model->loss(ids(), ids()).backward();
+    replica.sync_buffers();
   });
 }
 
