@@ -20,11 +20,14 @@ BOUNDS = {"losses": 1e-5, "grad_norms": 1e-4, "checksums": 1e-4}  # relative
 MODEL = dict(dim=48, layers=3, heads=4, kv_heads=2, ffn=101, vocab=501, seq=32, batch=2)
 
 
-def ours(binary, world, c):
+def ours(binary, world, c, mode="fsdp2"):
+    """The report of `fsdp2 bench step` on `world` ranks; in mode local, of the plain model on all their batches."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        options = {**c, "warmup": 2, "steps": c["steps"] - 2, "norm_impl": "fp64", "mode": "fsdp2", "json": report}
-        command = [binary, "run", "-n", str(world), "--", binary, "bench", "step"]
+        options = {**c, "warmup": 2, "steps": c["steps"] - 2, "norm_impl": "fp64", "mode": mode, "json": report}
+        command = [binary, "bench", "step", "--local-world", str(world)]
+        if mode == "fsdp2":
+            command = [binary, "run", "-n", str(world), "--", *command]
         for name, value in options.items():
             text = str(value).lower() if isinstance(value, bool) else str(value)
             command += ["--" + name.replace("_", "-"), text]
