@@ -15,6 +15,7 @@ class LocalReduce final : public Reduce {
   LocalReduce(const CommContext& context, const std::vector<ReduceInput>& inputs,
               const ReduceOptions& options) {
     PlainOps plain;
+    const double divisor = options.all_reduce ? options.divide_factor.value_or(1) : 1;
     for (const ReduceInput& input : inputs) {
       torch::Tensor own = input.partial;
       if (input.gradient.defined()) {
@@ -22,8 +23,7 @@ class LocalReduce final : public Reduce {
         if (input.partial.defined()) own = own + input.partial;
         own = own.view(context.layouts[input.param].sizes);
       }
-      if (own.defined() && options.all_reduce && options.divide_factor.value_or(1) != 1)
-        own = own / *options.divide_factor;
+      if (own.defined() && divisor != 1) own = own / divisor;
       result_.users.push_back(own.defined() ? 1 : 0);
       result_.gradients.push_back(std::move(own));
     }

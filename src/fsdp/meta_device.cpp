@@ -11,13 +11,13 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <limits>
 #include <unordered_set>
 
 namespace fsdp2 {
 namespace {
 
 using fsdp::ShardWrites;
-using fsdp::wrapped_modules;
 
 // The mode key that torch keeps for tests of modes; it comes before everything that makes tensors.
 constexpr auto kMode = c10::DispatchKey::TESTING_ONLY_GenericMode;
@@ -215,7 +215,8 @@ void init_weights(torch::nn::Module& module, const std::function<void(torch::nn:
   const uint64_t drawn =
       seed ? *seed
            : static_cast<uint64_t>(
-                 torch::randint(int64_t{1} << 62, {1}, torch::kLong).item<int64_t>());
+                 torch::randint(std::numeric_limits<int64_t>::max(), {1}, torch::kLong)
+                     .item<int64_t>());
   const SeededGenerators generators(agree(drawn, groups), groups);
   const Initialising initialising(groups);
   for (const auto& below : module.modules()) init(*below);
