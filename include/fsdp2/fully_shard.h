@@ -164,6 +164,8 @@ class FSDPModule {
   explicit FSDPModule(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
  private:
+  void set_prefetch(const std::vector<FSDPModule>& modules, bool backward);
+
   std::shared_ptr<Impl> impl_;
 };
 

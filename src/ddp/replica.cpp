@@ -1,6 +1,7 @@
 #include "ddp/replica.h"
 
 #include "ddp/plan.h"
+#include "dispatch/backward.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -20,10 +21,6 @@ struct PostHook : torch::autograd::FunctionPostHook {
   std::function<void()> run;
 };
 
-void queue_callback(std::function<void()> callback) {
-  torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
-}
-
 std::string list(const std::vector<std::string>& names) {
   constexpr size_t kShown = 8;
   std::string text;
@@ -35,18 +32,6 @@ std::string list(const std::vector<std::string>& names) {
 }
 
 }  // namespace
-
-/// Lives as long as the engine's callback for the end of this backward: destroyed unrun, the
-/// backward has failed.
-struct Replica::Backward {
-  explicit Backward(std::weak_ptr<Replica> replica) : replica(std::move(replica)) {}
-  Backward(const Backward&) = delete;
-  Backward& operator=(const Backward&) = delete;
-  ~Backward() {
-    if (auto owner = replica.lock()) owner->backward_died(this);
-  }
-  const std::weak_ptr<Replica> replica;
-};
 
 Replica::Replica(const Plan& plan, const ProcessGroup& group, const ReplicateOptions& options)
     : module_(plan.module),
@@ -112,30 +97,21 @@ void Replica::begin_backward() {
   arrived_.assign(parameters_.size(), false);
   missing_ = parameters_.size();
   last_.reset();
-  auto token = std::make_shared<Backward>(weak_from_this());
-  backward_ = token.get();
-  queue_end_of_backward(std::move(token));
-}
-
-void Replica::queue_end_of_backward(std::shared_ptr<Backward> token) {
-  queue_callback([token = std::move(token)] {
-    auto replica = token->replica.lock();
-    if (!replica) return;
-    // The end of a backward that runs inside another's node is not the end: wait for the outer one.
-    if (auto node = torch::autograd::get_current_node()) {
-      node->add_post_hook(std::make_unique<PostHook>([token] {
-        if (auto owner = token->replica.lock()) owner->queue_end_of_backward(token);
-      }));
-      return;
-    }
-    if (replica->backward_ == token.get()) replica->end_backward();
-  });
+  backward_ = ++backwards_;
+  const auto if_open = [weak = weak_from_this(), open = backward_](void (Replica::*over)()) {
+    const auto owner = weak.lock();
+    if (!owner) return;
+    const std::lock_guard lock(owner->mutex_);
+    if (owner->backward_ != open) return;
+    owner->backward_ = 0;
+    ((*owner).*over)();
+  };
+  dispatch::at_end_of_backward([if_open] { if_open(&Replica::end_backward); },
+                               [if_open] { if_open(&Replica::abandon_backward); });
 }
 
 void Replica::end_backward() {
-  const std::lock_guard lock(mutex_);
   // What is thrown from here on, the ranks throw together.
-  backward_ = nullptr;
   if (last_) reducer_->mark(*last_);
   for (size_t i = 0; i < arrived_.size(); ++i) {
     if (!arrived_[i]) reducer_->mark(i);
@@ -148,16 +124,13 @@ void Replica::end_backward() {
                 "; did every rank run backward? ",
                 known ? known->what_without_backtrace() : error.what());
   }
-  queue_callback([replica = shared_from_this()] {
+  torch::autograd::Engine::get_default_engine().queue_callback([replica = shared_from_this()] {
     replica->check_counts();
     if (replica->broadcast_buffers_) replica->sync_buffers();
   });
 }
 
-void Replica::backward_died(const Backward* token) {
-  const std::lock_guard lock(mutex_);
-  if (backward_ != token) return;
-  backward_ = nullptr;
+void Replica::abandon_backward() {
   try {
     reducer_->abandon();
   } catch (const std::exception& error) {

@@ -29,16 +29,12 @@ class Replica final : public std::enable_shared_from_this<Replica> {
   bool requires_gradient_sync = true;
 
  private:
-  struct Backward;
-  struct GradientReady;
-
   void gradient_ready(size_t index);
   /// Error if the parameter has been replaced under our hooks.
   void check_parameter(size_t index) const;
   void begin_backward();
-  void queue_end_of_backward(std::shared_ptr<Backward> token);
   void end_backward();
-  void backward_died(const Backward* token);
+  void abandon_backward();
   void check_counts() const;
   std::string rank_text() const;
 
@@ -51,7 +47,8 @@ class Replica final : public std::enable_shared_from_this<Replica> {
 
   std::mutex mutex_;  // guards what follows
   const std::unique_ptr<Reducer> reducer_;
-  const Backward* backward_ = nullptr;  // the one that is running
+  int64_t backwards_ = 0;  // begun so far
+  int64_t backward_ = 0;   // the one that is running; 0: none
   std::vector<bool> arrived_;
   size_t missing_ = 0;
   std::optional<size_t> last_;  // arrived, not yet marked

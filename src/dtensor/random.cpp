@@ -5,20 +5,17 @@
 #include "dtensor/operands.h"
 #include "dtensor/redistribute.h"
 #include "dtensor/rules.h"
-
-#include <fsdp2/collectives.h>
+#include "mesh/mesh_impl.h"
 
 namespace fsdp2::dtensor {
 namespace {
 
 void agree_replicas(const at::Tensor& local, const Spec& spec) {
+  std::vector<int64_t> dims;
   for (int64_t dim = 0; dim < spec.mesh.ndim(); ++dim) {
-    if (!spec.placements[dim].is_replicate() || spec.mesh.size(dim) == 1 || local.numel() == 0)
-      continue;
-    wait(broadcast(local.is_complex() ? at::view_as_real(local) : local, 0,
-                   spec.mesh.get_group(dim)),
-         "broadcast of random numbers");
+    if (spec.placements[dim].is_replicate()) dims.push_back(dim);
   }
+  broadcast_from_first(local, spec.mesh, dims, "broadcast of random numbers");
 }
 
 at::Tensor whole_like(const at::Tensor& dtensor) {

@@ -20,8 +20,6 @@ struct UnshardHandle::Impl {
 
 namespace {
 
-using Groups = std::vector<std::weak_ptr<ParamGroup>>;
-
 /// `module` if it is wrapped, and with `recurse` every wrapped module below it.
 void for_each_wrapped(torch::nn::Module& module, bool recurse,
                       const std::function<void(FSDPModule::Impl&)>& run) {
@@ -114,21 +112,21 @@ void FSDPModule::set_reshard_after_backward(bool value, bool recurse) {
 }
 
 void FSDPModule::set_modules_to_forward_prefetch(const std::vector<FSDPModule>& modules) {
-  Groups wanted;
-  for (const FSDPModule& module : modules) {
-    for (const auto& group : module.impl_->groups()) wanted.push_back(group);
-  }
-  for_each_group(*impl_->alive(), /*recurse=*/false,
-                 [&wanted](ParamGroup& group) { group.forward_prefetch = wanted; });
+  set_prefetch(modules, /*backward=*/false);
 }
 
 void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules) {
-  Groups wanted;
+  set_prefetch(modules, /*backward=*/true);
+}
+
+void FSDPModule::set_prefetch(const std::vector<FSDPModule>& modules, bool backward) {
+  std::vector<std::weak_ptr<ParamGroup>> wanted;
   for (const FSDPModule& module : modules) {
     for (const auto& group : module.impl_->groups()) wanted.push_back(group);
   }
-  for_each_group(*impl_->alive(), /*recurse=*/false,
-                 [&wanted](ParamGroup& group) { group.backward_prefetch = wanted; });
+  for_each_group(*impl_->alive(), /*recurse=*/false, [&](ParamGroup& group) {
+    (backward ? group.backward_prefetch : group.forward_prefetch) = wanted;
+  });
 }
 
 void FSDPModule::set_unshard_in_backward(bool value) {

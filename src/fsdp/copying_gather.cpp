@@ -144,14 +144,21 @@ class CopyingGather final : public Gather {
     return piece.narrow(0, item.offset, item.nbytes).view(item.dtype);
   }
 
-  void copy_out(const Item& item, const torch::Tensor& whole) const {
-    const ParamLayout& layout = context_->layouts[item.param];
+  /// `part_of(rank)`: what that rank holds, flat, padded.
+  template <class PartOf>
+  void fill_parts(size_t param, const torch::Tensor& whole, const PartOf& part_of) const {
     for (int64_t rank = 0; rank < context_->world; ++rank) {
-      const torch::Tensor target = layout.local_part(whole, context_->world, rank);
+      const torch::Tensor target =
+          context_->layouts[param].local_part(whole, context_->world, rank);
       if (target.numel() == 0) break;
-      const torch::Tensor piece = output_.narrow(0, rank * piece_, piece_);
-      target.copy_(in_piece(piece, item).narrow(0, 0, target.numel()).view(target.sizes()));
+      target.copy_(part_of(rank).narrow(0, 0, target.numel()).view(target.sizes()));
     }
+  }
+
+  void copy_out(const Item& item, const torch::Tensor& whole) const {
+    fill_parts(item.param, whole, [&](int64_t rank) {
+      return in_piece(output_.narrow(0, rank * piece_, piece_), item);
+    });
   }
 
   void rebuild(size_t param, size_t begin, size_t end, const torch::Tensor& whole) const {
@@ -170,11 +177,7 @@ class CopyingGather final : public Gather {
     const torch::Tensor parts =
         at::empty({context_->world, layout.padded_chunk_numel(context_->world)}, whole.options());
     layout.extension->post_all_gather(gathered, parts);
-    for (int64_t rank = 0; rank < context_->world; ++rank) {
-      const torch::Tensor target = layout.local_part(whole, context_->world, rank);
-      if (target.numel() == 0) break;
-      target.copy_(parts[rank].narrow(0, 0, target.numel()).view(target.sizes()));
-    }
+    fill_parts(param, whole, [&](int64_t rank) { return parts[rank]; });
   }
 
   void read_words() {

@@ -3,8 +3,8 @@
 #include "fsdp/gathered_storage.h"
 #include "fsdp/param_group.h"
 #include "fsdp/plain_ops.h"
+#include "mesh/mesh_impl.h"
 
-#include <fsdp2/collectives.h>
 #include <fsdp2/dtensor.h>
 
 #include <algorithm>
@@ -33,9 +33,8 @@ torch::Tensor gather_values(const Param& param) {
 
 /// Replicas must not drift apart, whatever their seeds.
 void agree(const torch::Tensor& values, const DeviceMesh& mesh) {
-  torch::Tensor sent = values.contiguous();
-  for (int64_t dim = mesh.ndim() - 1; dim >= 0; --dim)
-    wait(broadcast(sent, 0, mesh.get_group(dim)), "random values of a parameter");
+  const torch::Tensor sent = values.contiguous();
+  broadcast_from_first(sent, mesh, "random values of a parameter");
   if (!sent.is_same(values)) values.copy_(sent);
 }
 

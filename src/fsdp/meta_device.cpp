@@ -1,8 +1,8 @@
 #include "dispatch/replace_data.h"
 #include "fsdp/schedule.h"
 #include "fsdp/wrapped_modules.h"
+#include "mesh/mesh_impl.h"
 
-#include <fsdp2/collectives.h>
 #include <fsdp2/meta_device.h>
 
 #include <ATen/Context.h>
@@ -93,11 +93,11 @@ std::vector<EmptyBuffer> materialise_buffers(torch::nn::Module& module, c10::Dev
 }
 
 void check_buffers(const std::vector<EmptyBuffer>& buffers) {
-  std::string names;
+  std::vector<std::string> names;
   for (const EmptyBuffer& buffer : buffers) {
-    if (buffer.still_empty()) names += (names.empty() ? "'" : ", '") + buffer.name + "'";
+    if (buffer.still_empty()) names.push_back(buffer.name);
   }
-  TORCH_CHECK(names.empty(), "buffers ", names,
+  TORCH_CHECK(names.empty(), "buffers '", c10::Join("', '", names), "'",
               " were given memory by to_empty() but no values: initialise them (init_weights, "
               "reset_parameters, or write them) before using the module");
 }
@@ -112,8 +112,7 @@ uint64_t agree(uint64_t seed, const Groups& groups) {
     torch::Tensor value =
         at::full({1}, static_cast<int64_t>(seed), at::TensorOptions().dtype(torch::kLong));
     value = value.to(mesh.device());
-    for (int64_t dim = mesh.ndim() - 1; dim >= 0; --dim)
-      wait(broadcast(value, 0, mesh.get_group(dim)), "the seed of init_weights");
+    broadcast_from_first(value, mesh, "the seed of init_weights");
     seed = static_cast<uint64_t>(value.item<int64_t>());
   }
   return seed;

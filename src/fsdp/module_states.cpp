@@ -1,4 +1,5 @@
 #include "dtensor/dtensor_impl.h"
+#include "mesh/mesh_impl.h"
 
 #include <fsdp2/collectives.h>
 #include <fsdp2/dtensor.h>
@@ -84,18 +85,6 @@ void check_same_states(const std::vector<NamedState>& states, const DeviceMesh& 
   }
 }
 
-/// Sends what the first rank along each of `dims` has.
-void broadcast_state(const torch::Tensor& local, const DeviceMesh& mesh,
-                     const std::vector<int64_t>& dims, const std::string& name) {
-  if (local.numel() == 0 || dims.empty()) return;
-  torch::Tensor sent = local.is_complex() ? at::view_as_real(local) : local;
-  sent = sent.is_contiguous() ? sent : sent.contiguous();
-  for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim)
-    wait(broadcast(sent, 0, mesh.get_group(*dim)), name);
-  if (sent.data_ptr() != local.data_ptr())
-    local.copy_(local.is_complex() ? at::view_as_complex(sent) : sent);
-}
-
 /// Dimensions of its mesh along which a tensor should be the same.
 std::vector<int64_t> replicated_dims(const torch::Tensor& tensor, const DeviceMesh& mesh) {
   std::vector<int64_t> dims;
@@ -152,10 +141,12 @@ void sync_module_states(torch::nn::Module& module, const DeviceMesh& mesh) {
   check_same_states(states, mesh);
   for (const NamedState& state : states) {
     const DeviceMesh& over = mesh_of(state, mesh);
-    const bool sharded = is_dtensor(state.tensor);
+    const torch::Tensor local = is_dtensor(state.tensor) ? local_part(state.tensor) : state.tensor;
     if (const auto observer = write_observer(state.tensor)) observer->before_write();
-    broadcast_state(sharded ? local_part(state.tensor) : state.tensor, over,
-                    replicated_dims(state.tensor, over), "the broadcast of " + state.name);
+    const torch::Tensor sent = local.contiguous();
+    broadcast_from_first(sent, over, replicated_dims(state.tensor, over),
+                         "the broadcast of " + state.name);
+    if (!sent.is_same(local)) local.copy_(sent);
   }
 }
 

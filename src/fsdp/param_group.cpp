@@ -148,17 +148,18 @@ void ParamGroup::materialise(size_t index) {
 }
 
 void ParamGroup::check_initialised() const {
-  std::string on_meta, without_values;
+  std::vector<std::string> on_meta, without_values;
   for (const Param& param : params_) {
-    std::string& names = local_part(param.shard).is_meta() ? on_meta : without_values;
+    auto& names = local_part(param.shard).is_meta() ? on_meta : without_values;
     const bool written = local_part(param.shard)._version() != param.local_version;
     if (&names == &without_values && (!param.uninitialised || written)) continue;
-    names += (names.empty() ? "'" : ", '") + param.layout.name + "'";
+    names.push_back(param.layout.name);
   }
-  TORCH_CHECK(on_meta.empty() || policy.shard_device.is_meta(), "parameters ", on_meta,
+  TORCH_CHECK(on_meta.empty() || policy.shard_device.is_meta(), "parameters '",
+              c10::Join("', '", on_meta), "'",
               " are still on the meta device: call fsdp2::to_empty(module, device), then give them "
               "values (init_weights, reset_parameters or a checkpoint), before using the module");
-  TORCH_CHECK(without_values.empty(), "parameters ", without_values,
+  TORCH_CHECK(without_values.empty(), "parameters '", c10::Join("', '", without_values), "'",
               " were given memory by to_empty() but no values: initialise them (init_weights, "
               "reset_parameters, torch::nn::init) or load a checkpoint before using the module");
 }

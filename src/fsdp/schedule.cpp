@@ -4,9 +4,6 @@
 #include "fsdp/checks.h"
 #include "fsdp/plain_ops.h"
 
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-
 #include <algorithm>
 #include <sstream>
 
@@ -14,17 +11,6 @@ namespace fsdp2::fsdp {
 namespace {
 
 using dispatch::inside_backward;
-
-/// Runs a callback once the node it is put on has run.
-struct AfterNode final : torch::autograd::FunctionPostHook {
-  explicit AfterNode(std::function<void()> run) : run(std::move(run)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
-    if (auto once = std::exchange(run, nullptr)) once();
-    return outputs;
-  }
-  std::function<void()> run;
-};
 
 std::string describe(const GatherWords& words) {
   std::ostringstream out;
@@ -49,16 +35,6 @@ void check_agreement(const ParamGroup& group, const std::vector<GatherWords>& wo
 }
 
 }  // namespace
-
-/// Owned by the engine's callback alone. If the graph task dies by an exception the callback is
-/// destroyed unrun, and this with it: that is how a failed backward is noticed.
-struct Schedule::Backward {
-  explicit Backward(std::weak_ptr<Schedule> schedule) : schedule(std::move(schedule)) {}
-  ~Backward() {
-    if (auto owner = schedule.lock()) owner->backward_died(this);
-  }
-  std::weak_ptr<Schedule> schedule;
-};
 
 size_t Schedule::StepHash::operator()(const Step& step) const {
   return std::hash<const void*>()(std::get<1>(step)) * 31 +
@@ -248,8 +224,15 @@ void Schedule::begin_backward() {
   reduce_order_.clear();
   reduce_cursor_ = 0;
   for (const auto& group : live_groups()) group->arrived.clear();
-  auto token = std::make_shared<Backward>(weak_from_this());
-  backward_ = token.get();
+  backward_ = backwards_;
+  const auto if_open = [weak = weak_from_this(), open = backward_](void (Schedule::*over)()) {
+    const auto owner = weak.lock();
+    if (!owner) return;
+    std::lock_guard lock(owner->mutex_);
+    if (owner->backward_ == open) ((*owner).*over)();
+  };
+  dispatch::at_end_of_backward([if_open] { if_open(&Schedule::end_backward); },
+                               [if_open] { if_open(&Schedule::abandon_backward); });
   for (auto weak = order_.rbegin(); weak != order_.rend(); ++weak) {
     if (auto group = weak->lock()) plan_reduce(*group);
   }
@@ -257,28 +240,7 @@ void Schedule::begin_backward() {
   for (const auto& group : live_groups()) {
     if (group->owes_reduction) plan_reduce(*group);
   }
-  queue_end_of_backward(std::move(token));
   prefetch(last);
-}
-
-void Schedule::queue_end_of_backward(std::shared_ptr<Backward> token) {
-  torch::autograd::Engine::get_default_engine().queue_callback([token = std::move(token)] {
-    auto schedule = token->schedule.lock();
-    if (!schedule) return;
-    // The end of a backward that runs inside another's node is not the end: wait for the outer one.
-    if (auto node = torch::autograd::get_current_node()) {
-      node->add_post_hook(std::make_unique<AfterNode>([token] {
-        if (auto owner = token->schedule.lock()) owner->queue_end_of_backward(token);
-      }));
-      return;
-    }
-    if (schedule->backward_ == token.get()) schedule->end_backward();
-  });
-}
-
-void Schedule::backward_died(const Backward* token) {
-  std::lock_guard lock(mutex_);
-  if (backward_ == token) abandon_backward();
 }
 
 void Schedule::gradient_ready(ParamGroup& group, size_t param) {
@@ -318,7 +280,6 @@ void Schedule::finish_reduces(size_t in_flight) {
 }
 
 void Schedule::end_backward() {
-  std::lock_guard lock(mutex_);
   issue_ready(/*flush=*/true);
   // Gradients that came after their group had left: a module recomputed twice, say.
   for (const auto& group : reduce_order_) {
@@ -331,7 +292,7 @@ void Schedule::end_backward() {
   if (kChecks) {
     for (const auto& group : reduce_order_) group->poison_gradients();
   }
-  backward_ = nullptr;
+  backward_ = 0;
   backward_done_ = true;
   reduce_order_.clear();
   pass_.clear();
@@ -345,7 +306,7 @@ void Schedule::end_backward() {
 }
 
 void Schedule::abandon_backward() {
-  backward_ = nullptr;
+  backward_ = 0;
   backward_done_ = true;
   reduce_order_.clear();
   reducing_.clear();

@@ -52,12 +52,9 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
 
  private:
   enum class Mode : int64_t { kForward = 0, kBackward = 1 };
-  struct Backward;
 
   void begin_forward();
   void begin_backward();
-  void queue_end_of_backward(std::shared_ptr<Backward> token);
-  void backward_died(const Backward* token);
   void end_backward();
   void abandon_backward();
   void ensure_unsharded(ParamGroup& group);
@@ -88,7 +85,7 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
 
   std::vector<std::weak_ptr<ParamGroup>> order_;  // by first gather since the last forward began
   bool backward_done_ = false;                    // since then
-  const Backward* backward_ = nullptr;            // the open one
+  int64_t backward_ = 0;                          // the open one; 0: none
   std::set<int> backward_tasks_;                  // its graph tasks, nested ones included
   std::set<std::thread::id> backward_threads_;    // and the threads that run them
   std::vector<std::shared_ptr<ParamGroup>> reduce_order_;

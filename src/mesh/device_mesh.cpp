@@ -334,6 +334,19 @@ DeviceMesh neighbours(const DeviceMesh& mesh, int64_t size) {
                                 mesh.device_type());
 }
 
+void broadcast_from_first(const torch::Tensor& tensor, const DeviceMesh& mesh,
+                          const std::vector<int64_t>& dims, const std::string& what) {
+  for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim)
+    wait(broadcast(tensor, 0, mesh.get_group(*dim)), what);
+}
+
+void broadcast_from_first(const torch::Tensor& tensor, const DeviceMesh& mesh,
+                          const std::string& what) {
+  std::vector<int64_t> dims(mesh.ndim());
+  std::iota(dims.begin(), dims.end(), 0);
+  broadcast_from_first(tensor, mesh, dims, what);
+}
+
 ProcessGroup reduce_group_of(const DeviceMesh& mesh, const DeviceMesh::Dim& dim) {
   return comm::second_group(mesh.get_group(dim));
 }

@@ -1,8 +1,8 @@
 #pragma once
 
 // How much memory a rank will need to train the decoder, worked out from sizes alone: nothing is
-// allocated and nobody is asked. The groups are those of shard() in world.h: one a block, and the
-// rest as the root's.
+// allocated and nobody is asked. The groups are those of shard() in sharding.h: one a block, and
+// the rest as the root's.
 
 #include "train/llama.h"
 

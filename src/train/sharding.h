@@ -1,7 +1,7 @@
 #pragma once
 
-// How `fsdp2 bench step` shards its model: what fully_shard and its controls can be told, as
-// options of a command.
+// How `fsdp2 train` and `fsdp2 bench step` shard their model: what fully_shard and its controls can
+// be told, as options of a command.
 
 #include "train/llama.h"
 

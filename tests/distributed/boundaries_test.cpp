@@ -264,7 +264,7 @@ TEST_P(Boundaries, NestedPoliciesEqualCastsByHand) {
     h = last(h);
     EXPECT_EQ(h.scalar_type(), kFloat);
     h.pow(2).sum().backward();
-    const double bound = get_world_size() == 1 ? 0 : 1e-5;
+    const double bound = rounding_bound();
     EXPECT_LE(difference(full(first->a->parameters()[0].grad()), means[0]), bound);
     EXPECT_LE(difference(full(norm->parameters()[0].grad()), means[1]), bound);
     EXPECT_LE(difference(full(last->a->parameters()[0].grad()), means[2]), bound);

@@ -13,8 +13,6 @@ using torch::Tensor;
 class Controls : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, Controls, ::testing::Values(1, 2, 3, 4));
 
-double bound() { return get_world_size() == 1 ? 0 : 1e-5; }
-
 struct ChainImpl : torch::nn::Module {
   std::vector<torch::nn::Linear> layers;
   ChainImpl() {
@@ -52,7 +50,7 @@ TEST_P(Controls, RequestedPrefetchesAreThereAheadAndValuesAreTheSame) {
     for (int step = 0; step < 3; ++step) {
       twins.zero_grad();
       twins.backward(chain_loss);
-      twins.expect_same(bound());
+      twins.expect_same(rounding_bound());
     }
     // The first layer's gather brings two more with it, each once.
     reset_collective_counts();
@@ -82,7 +80,7 @@ TEST_P(Controls, WithoutUnshardInBackwardNothingIsGatheredAhead) {
     for (int step = 0; step < 3; ++step) {
       twins.zero_grad();
       twins.backward(chain_loss);
-      twins.expect_same(bound());
+      twins.expect_same(rounding_bound());
     }
   });
 }
@@ -161,7 +159,7 @@ TEST_P(Controls, CustomCommunicationCarriesTheBytes) {
     controls.set_custom_all_gather(gather);
     controls.set_custom_reduce_scatter(scatter);
     twins.backward(two_loss);
-    twins.expect_same(bound());
+    twins.expect_same(rounding_bound());
     EXPECT_EQ(gather->calls, 1);
     EXPECT_EQ(gather->allocations, 2);
     EXPECT_EQ(scatter->calls, 1);
@@ -172,7 +170,7 @@ TEST_P(Controls, CustomCommunicationCarriesTheBytes) {
     EXPECT_THAT(error_of([&] { controls.set_allocate_memory_from_process_group_for_comm(true); }),
                 HasSubstr("no allocator of its own"));
     twins.backward(two_loss);
-    twins.expect_same(bound());
+    twins.expect_same(rounding_bound());
     EXPECT_EQ(gather->calls, 1);
   });
 }
@@ -184,7 +182,7 @@ TEST_P(Controls, MoreReductionsInFlightGiveTheSame) {
     wrapped.back().set_reduce_scatter_max_input_buffers(3);
     for (int step = 0; step < 2; ++step) {
       twins.backward(chain_loss);
-      twins.expect_same(bound());
+      twins.expect_same(rounding_bound());
     }
     EXPECT_THAT(error_of([&] { wrapped[0].set_reduce_scatter_max_input_buffers(0); }),
                 HasSubstr("at least 1"));
@@ -201,7 +199,7 @@ TEST_P(Controls, ResettingTheIterationDropsWhatWasAddedUp) {
     controls.reset_iter_state();
     controls.set_requires_gradient_sync(true);
     twins.backward(two_loss);
-    twins.expect_same(bound());
+    twins.expect_same(rounding_bound());
     EXPECT_THAT(error_of([&] { as_fsdp(*twins.sharded->a).reset_iter_state(); }),
                 HasSubstr("is not a root"));
   });

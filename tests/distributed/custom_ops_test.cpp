@@ -76,7 +76,7 @@ void expect_same_op(const char* name, bool differentiable) {
   EXPECT_EQ(run(twins.sharded, 0).requires_grad(), run(twins.plain, 0).requires_grad()) << name;
   if (!differentiable) return;
   twins.backward([&](TwoLinear& m, int r) { return run(m, r).pow(2).sum(); });
-  twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+  twins.expect_same(rounding_bound());
 }
 
 TEST_P(CustomOps, OfEveryKindOfKernel) {
@@ -137,7 +137,7 @@ TEST_P(CustomOps, IntegerAndBooleanParametersAsIndices) {
         return m->forward(torch::randn({5, 3}));
       });
       as_fsdp(*twins.sharded).reshard();
-      twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+      twins.expect_same(rounding_bound());
     }
     const Tensor x = torch::randn({5, 3});
     torch::NoGradGuard no_grad;

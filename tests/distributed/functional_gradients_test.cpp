@@ -126,7 +126,7 @@ TEST_P(FunctionalGradients, FreezingAndThawingThroughTheMember) {
       for (auto* module : twins.both()) (*module)->b->weight.set_requires_grad(trainable);
       twins.zero_grad();
       twins.backward(loss);
-      twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+      twins.expect_same(rounding_bound());
       EXPECT_EQ(twins.sharded->named_parameters()["b.weight"].requires_grad(), trainable);
     }
   });

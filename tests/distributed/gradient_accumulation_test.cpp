@@ -37,11 +37,11 @@ TEST_P(GradientAccumulation, WithoutSyncReducesOnceAndTheSameSum) {
           EXPECT_EQ(twins.sharded->parameters()[0].grad().defined(), micro == 2);
           EXPECT_EQ(as_fsdp(*twins.sharded->b).is_unsharded(), !reshard_after_backward);
         }
-        twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+        twins.expect_same(rounding_bound());
         plain.step();
         ours.step();
       }
-      twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+      twins.expect_same(rounding_bound());
     }
   });
 }
@@ -59,7 +59,7 @@ TEST_P(GradientAccumulation, AGroupUsedInAnEarlierMicroBatchOnlyIsReducedToo) {
       twins.backward([&](TwoLinear& m, int rank) { return part(m, rank, a_first); });
       controls.set_requires_gradient_sync(true);
       twins.backward([&](TwoLinear& m, int rank) { return part(m, rank, !a_first); });
-      twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+      twins.expect_same(rounding_bound());
     }
   });
 }
@@ -75,7 +75,7 @@ TEST_P(GradientAccumulation, OneGroupMayWaitWhileAnotherDoesNot) {
     EXPECT_TRUE(parameters["b.weight"].grad().defined());
     as_fsdp(*twins.sharded->a).set_requires_gradient_sync(true);
     twins.backward([&](TwoLinear& m, int rank) { return loss(m, rank, 1); });
-    twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+    twins.expect_same(rounding_bound());
   });
 }
 
@@ -91,7 +91,7 @@ TEST_P(GradientAccumulation, AFailedBackwardDropsWhatWasAddedUp) {
     EXPECT_NE(error_of([&] { twins.sharded->b(hidden).sum().backward(); }), "");
     controls.set_requires_gradient_sync(true);
     twins.backward([&](TwoLinear& m, int rank) { return loss(m, rank, 1); });
-    twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+    twins.expect_same(rounding_bound());
   });
 }
 

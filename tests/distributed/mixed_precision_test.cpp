@@ -184,7 +184,7 @@ TEST_P(MixedPrecision, ParametersOfSeveralDtypesInOneModule) {
     twins.backward([](TwoLinear& m, int r) {
       return m->b(torch::tanh(m->a(input(r))).to(torch::kDouble)).pow(2).sum();
     });
-    twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+    twins.expect_same(rounding_bound());
     TwoLinear low;
     low->b->to(torch::kDouble);
     fully_shard(low, policy(torch::kBFloat16, torch::kFloat));

@@ -33,7 +33,7 @@ void expect_refused(const char* what, const std::function<void(TwoLinear&)>& use
   EXPECT_NE(error, "") << what << " was not refused";
   for (const std::string& part : parts) EXPECT_THAT(error, HasSubstr(part)) << what;
   twins.backward(loss);
-  twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+  twins.expect_same(rounding_bound());
 }
 
 TEST_P(RefusedUses, WritesInPlace) {
@@ -148,7 +148,7 @@ TEST_P(RefusedUses, ConversionAfterWrapping) {
     twins.sharded->to(torch::kFloat);  // nothing to convert
     twins.sharded->to(torch::kCPU);
     twins.backward(loss);
-    twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+    twins.expect_same(rounding_bound());
   });
 }
 
@@ -202,7 +202,7 @@ TEST_P(RefusedUses, CopiesAndSavesOfAWrappedModule) {
       EXPECT_EQ(difference(copy->as<torch::nn::Linear>()->forward(x), twins.plain->a(x)), 0);
     }
     twins.backward(loss);
-    twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+    twins.expect_same(rounding_bound());
   });
 }
 

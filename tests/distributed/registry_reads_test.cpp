@@ -73,7 +73,7 @@ TEST_P(RegistryReads, RecurrentModulesAfterTo) {
     };
     const std::string error = error_of([&] { twins.backward(loss); });
     if (error.empty()) {
-      twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+      twins.expect_same(rounding_bound());
     } else {
       EXPECT_THAT(error,
                   ::testing::HasSubstr("A recurrent module reads its parameters anew in to()"));

@@ -80,7 +80,7 @@ TEST_P(StaleHandles, DoNotDisturbGradients) {
       stale.zero_grad();
       (*module)->forward(x).sum().backward();
     }
-    twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+    twins.expect_same(rounding_bound());
   });
 }
 

@@ -83,7 +83,7 @@ TEST(Threads, BackwardInAnotherThreadThanForward) {
           Tensor loss = (*module)->forward(torch::ones({4, 5})).pow(2).sum();
           std::thread([&] { loss.backward(); }).join();
         }
-        twins.expect_same(get_world_size() == 1 ? 0 : 1e-5);
+        twins.expect_same(rounding_bound());
       }
     });
   }

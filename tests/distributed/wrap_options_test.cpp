@@ -34,8 +34,6 @@ void expect_trains_alike(Twins<M>& twins, Loss&& of, double bound) {
   twins.expect_same(bound, /*gradients=*/false);
 }
 
-double bound() { return get_world_size() == 1 ? 0 : 1e-5; }
-
 TEST_P(WrapOptions, ReshardingToFewerRanksGathersAmongThemInBackward) {
   const int world = GetParam();
   for (int64_t ranks = 1; ranks <= world; ++ranks) {
@@ -45,7 +43,7 @@ TEST_P(WrapOptions, ReshardingToFewerRanksGathersAmongThemInBackward) {
       FullyShardOptions options;
       options.reshard_after_forward = ranks;
       wrap_layers(twins.sharded, options);
-      expect_trains_alike(twins, loss, bound());
+      expect_trains_alike(twins, loss, rounding_bound());
       torch::manual_seed(100 + rank);
       Tensor value = twins.sharded->forward(torch::randn({3, 5}).requires_grad_()).sum();
       EXPECT_EQ(as_fsdp(*twins.sharded->a).is_unsharded(), ranks == 1 && world > 1);
@@ -119,7 +117,7 @@ TEST_P(WrapOptions, PlacementsOnOtherDimensions) {
     EXPECT_EQ(DTensor(parameters["w"]).placements(), Placements{Shard(1)});
     EXPECT_EQ(DTensor(parameters["v"]).placements(), Placements{Shard(2)});
     EXPECT_EQ(DTensor(parameters["w"]).to_local().size(1), 12 / get_world_size());
-    expect_trains_alike(twins, odd_loss, 10 * bound());
+    expect_trains_alike(twins, odd_loss, 10 * rounding_bound());
   });
 }
 
@@ -132,7 +130,7 @@ TEST_P(WrapOptions, SmallParametersStayWhole) {
     const auto parameters = twins.sharded->named_parameters();
     EXPECT_EQ(DTensor(parameters["a.bias"]).placements(), Placements{Replicate()});
     EXPECT_EQ(DTensor(parameters["a.weight"]).placements(), Placements{Shard(0)});
-    expect_trains_alike(twins, loss, bound());
+    expect_trains_alike(twins, loss, rounding_bound());
   });
 }
 
@@ -228,8 +226,8 @@ TEST_P(WrapOptions, ShardsOnTheHost) {
     twins.backward(loss);
     as_fsdp(*twins.sharded).set_requires_gradient_sync(true);
     twins.backward(loss);
-    twins.expect_same(bound());
-    expect_trains_alike(twins, loss, bound());
+    twins.expect_same(rounding_bound());
+    expect_trains_alike(twins, loss, rounding_bound());
   });
 }
 
