@@ -1,0 +1,46 @@
+#pragma once
+
+// One item of a checkpoint's data file: what torch.save writes, a zip archive of uncompressed
+// records ("data.pkl", "data/0", ...).
+
+#include "checkpoint/file_io.h"
+
+#include <torch/types.h>
+
+#include <functional>
+#include <map>
+#include <string>
+
+namespace fsdp2::dcp {
+
+class Value;
+
+/// Where a record's bytes are, from the start of the file.
+struct Record {
+  uint64_t offset = 0, size = 0;
+};
+using Records = std::map<std::string, Record>;
+
+/// The records of the archive that is `length` bytes at `offset` of `file`, their common folder
+/// left out. Errors name the file; sizes are checked before anything is allocated.
+Records read_records(const files::ReadFile& file, uint64_t offset, uint64_t length);
+
+/// How a stored tensor lies in its record, in elements.
+struct StoredTensor {
+  torch::ScalarType dtype = torch::kFloat32;
+  std::vector<int64_t> sizes, strides;
+  int64_t storage_offset = 0, storage_numel = 0;
+  Record data;
+};
+/// What the item says of the tensor that it holds, checked against the record's size.
+StoredTensor read_stored_tensor(const files::ReadFile& file, uint64_t offset, uint64_t length);
+/// The object that the item holds; a Pickled if C++ has no counterpart of it.
+Value read_object(const files::ReadFile& file, uint64_t offset, uint64_t length);
+
+/// Where an archive's bytes go.
+using Sink = std::function<void(const void* data, size_t size)>;
+/// `tensor`: plain, contiguous, on the CPU; its bytes go to the sink as one piece.
+void write_tensor(const torch::Tensor& tensor, const Sink& sink);
+void write_object(const Value& value, const Sink& sink);
+
+}  // namespace fsdp2::dcp

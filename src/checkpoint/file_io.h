@@ -1,0 +1,62 @@
+#pragma once
+
+// Reading and writing whole files and parts of them. Errors name the file and what the system says.
+
+#include <cstdint>
+#include <string>
+
+namespace fsdp2::files {
+
+/// A file open for reading. Thread-safe.
+class ReadFile {
+ public:
+  explicit ReadFile(std::string path);
+  ~ReadFile();
+  ReadFile(const ReadFile&) = delete;
+  ReadFile& operator=(const ReadFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  uint64_t size() const { return size_; }
+  /// Error if the file ends before.
+  void read(uint64_t offset, void* to, uint64_t count) const;
+
+ private:
+  std::string path_;
+  int file_ = -1;
+  uint64_t size_ = 0;
+};
+
+/// A new file, written front to back. What was not sync()ed may be lost with the machine.
+class WriteFile {
+ public:
+  /// Error if there is one of that name already.
+  explicit WriteFile(std::string path);
+  ~WriteFile();
+  WriteFile(const WriteFile&) = delete;
+  WriteFile& operator=(const WriteFile&) = delete;
+
+  const std::string& path() const { return path_; }
+  uint64_t size() const { return size_; }
+  /// Small pieces are collected, large ones go to the system as they are.
+  void write(const void* data, uint64_t count);
+  /// Everything to the disk, and closes the file.
+  void sync();
+
+ private:
+  void flush();
+  void write_through(const char* data, uint64_t count);
+
+  std::string path_;
+  int file_ = -1;
+  uint64_t size_ = 0, started_ = 0;  // started_: of what the system was told to begin writing
+  std::string pending_;
+};
+
+std::string read_all(const std::string& path);
+/// Writes `path`.tmp, flushes it to the disk and renames it: `path` is the old file or the new one,
+/// never a part.
+void replace(const std::string& path, const std::string& bytes);
+/// Names in a folder become durable.
+void sync_folder(const std::string& path);
+
+}  // namespace fsdp2::files

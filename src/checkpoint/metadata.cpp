@@ -1,0 +1,51 @@
+#include "checkpoint/file_io.h"
+#include "checkpoint/metadata_codec.h"
+
+#include <fsdp2/dcp_metadata.h>
+
+#include <c10/util/Exception.h>
+
+#include <filesystem>
+#include <functional>
+#include <numeric>
+
+namespace fsdp2::dcp {
+
+int64_t StoredEntry::numel() const {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+}
+
+uint64_t StoredEntry::stored_bytes() const {
+  uint64_t bytes = 0;
+  for (const StoredChunk& chunk : chunks) bytes += chunk.place.length;
+  return bytes;
+}
+
+const StoredEntry* Metadata::find(const std::string& key) const {
+  const auto place = index_.find(key);
+  return place == index_.end() ? nullptr : &entries[place->second];
+}
+
+StoredEntry& Metadata::add(StoredEntry entry) {
+  const auto [place, added] = index_.emplace(entry.key, entries.size());
+  TORCH_CHECK(added, "two entries of a checkpoint are called ", entry.key);
+  entries.push_back(std::move(entry));
+  return entries.back();
+}
+
+Metadata read_metadata(const std::string& folder) {
+  namespace fs = std::filesystem;
+  const fs::path path = fs::path(folder) / ".metadata";
+  TORCH_CHECK(fs::is_directory(folder), "there is no checkpoint ", folder,
+              fs::exists(folder) ? ": it is not a folder" : "");
+  if (!fs::exists(path)) {
+    TORCH_CHECK(!fs::exists(fs::path(folder) / "__0.metadata"), folder,
+                " was saved with use_collectives=False, one metadata file a rank, which is not "
+                "supported: save it with collectives");
+    TORCH_CHECK(false, folder,
+                " is not a complete checkpoint: it has no .metadata, which is written last");
+  }
+  return decode(files::read_all(path.string()), path.string());
+}
+
+}  // namespace fsdp2::dcp
