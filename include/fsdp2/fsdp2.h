@@ -5,6 +5,8 @@
 #include <fsdp2/clip_grad.h>
 #include <fsdp2/collectives.h>
 #include <fsdp2/custom_comm.h>
+#include <fsdp2/dcp.h>
+#include <fsdp2/dcp_checkpoints.h>
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/dtensor.h>
 #include <fsdp2/for_each_tensor.h>

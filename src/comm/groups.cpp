@@ -69,8 +69,18 @@ DerivedGroups& derived_groups() {
   return *groups;
 }
 
+/// The backends of a group that is there.
+Backends backends_of(const ProcessGroup& group) {
+  Backends backends;
+  for (const c10::Device& device : group->getDeviceTypes()) {
+    backends[device.type()] = group->getBackend(device.type())->getBackendName();
+  }
+  return backends;
+}
+
 /// Of this rank and its neighbours, `size` of them.
-ProcessGroup derive(const ProcessGroup& group, int size, const std::string& purpose) {
+ProcessGroup derive(const ProcessGroup& group, int size, const std::string& purpose,
+                    const Backends& backends) {
   DerivedGroups& groups = derived_groups();
   const std::lock_guard lock(groups.mutex);
   const auto found = groups.made.find({group.get(), purpose});
@@ -82,12 +92,10 @@ ProcessGroup derive(const ProcessGroup& group, int size, const std::string& purp
   options.rank = group->getRank() - first;
   const std::vector<int> ranks = global_ranks(group);
   options.global_ranks.assign(ranks.begin() + first, ranks.begin() + first + size);
-  for (const c10::Device& device : group->getDeviceTypes()) {
-    options.backends[device.type()] = group->getBackend(device.type())->getBackendName();
-  }
+  options.backends = backends;
   options.name = group->getGroupName() + "/" + purpose + block;
   options.timeout =
-      group->getBackend(options.backends.begin()->first)->getBackendOptions()->timeout;
+      group->getBackend(group->getDeviceTypes().front().type())->getBackendOptions()->timeout;
   if (is_initialized()) options.master_addr = world().master_addr;
   const ProcessGroup made = make_group(options);
   groups.made[{group.get(), purpose}] = {group, made};
@@ -177,11 +185,20 @@ ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::str
 }
 
 ProcessGroup second_group(const ProcessGroup& group) {
-  return group->getSize() == 1 ? group : derive(group, group->getSize(), "second");
+  if (group->getSize() == 1) return group;
+  return derive(group, group->getSize(), "second", backends_of(group));
+}
+
+ProcessGroup host_group(const ProcessGroup& group) {
+  if (group->getSize() == 1) return group;
+  const Backends backends = backends_of(group);
+  if (is_fake(backends)) return group;
+  return derive(group, group->getSize(), "host", {{c10::kCPU, "gloo"}});
 }
 
 ProcessGroup neighbour_group(const ProcessGroup& group, int64_t size) {
-  return derive(group, static_cast<int>(size), "neighbours" + std::to_string(size));
+  return derive(group, static_cast<int>(size), "neighbours" + std::to_string(size),
+                backends_of(group));
 }
 
 void forget_derived_groups() {

@@ -47,10 +47,13 @@ ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::str
 /// behind what is sent in `group`. The first call is collective over the group. Of one rank: the
 /// group itself. Thread-safe.
 ProcessGroup second_group(const ProcessGroup& group);
+/// Another group of the same members, for messages in host memory that are sent from a thread of
+/// the library's own. Like second_group otherwise.
+ProcessGroup host_group(const ProcessGroup& group);
 /// The group of this rank and its neighbours, `size` of them, a factor of the group's. Like
 /// second_group otherwise.
 ProcessGroup neighbour_group(const ProcessGroup& group, int64_t size);
-/// Lets go of all groups that the two made.
+/// Lets go of all groups that these made.
 void forget_derived_groups();
 
 /// Whether `group` can move tensors on devices of this type.

@@ -1,0 +1,117 @@
+#include "checkpoint/file_io.h"
+
+#include <fsdp2/dcp_checkpoints.h>
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <charconv>
+#include <filesystem>
+
+namespace fsdp2::dcp {
+namespace {
+
+namespace fs = std::filesystem;
+constexpr std::string_view kPrefix = "step_";
+constexpr const char* kLatest = "latest";
+
+/// -1 if that is no step's folder.
+int64_t step_of(const std::string& name) {
+  if (!name.starts_with(kPrefix)) return -1;
+  int64_t step = -1;
+  const char* const end = name.data() + name.size();
+  const auto [stop, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
+  return error == std::errc() && stop == end ? step : -1;
+}
+
+bool is_complete(const fs::path& folder) { return fs::exists(folder / ".metadata"); }
+
+/// First what makes it a checkpoint, so that half of one is never taken for one.
+void remove_checkpoint(const fs::path& folder) {
+  fs::remove(folder / ".metadata");
+  fs::remove_all(folder);
+}
+
+std::vector<int64_t> steps_in(const fs::path& root, bool complete) {
+  std::vector<int64_t> steps;
+  std::error_code error;
+  for (const auto& entry : fs::directory_iterator(root, error)) {
+    const int64_t step = step_of(entry.path().filename().string());
+    if (step >= 0 && is_complete(entry.path()) == complete) steps.push_back(step);
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+void point_at(const fs::path& root, const std::string& name) {
+  const fs::path temporary = root / (std::string(kLatest) + ".tmp");
+  fs::remove(temporary);
+  fs::create_directory_symlink(name, temporary);
+  fs::rename(temporary, root / kLatest);
+  files::sync_folder(root.string());
+}
+
+}  // namespace
+
+Checkpoints::Checkpoints(std::string root, int keep_last)
+    : root_(std::move(root)), keep_last_(keep_last) {
+  TORCH_CHECK_VALUE(keep_last >= 0, "keep_last must not be negative, got ", keep_last);
+}
+
+std::string Checkpoints::folder_of(int64_t step) const {
+  TORCH_CHECK_VALUE(step >= 0, "a step must not be negative, got ", step);
+  return (fs::path(root_) / (std::string(kPrefix) + std::to_string(step))).string();
+}
+
+std::vector<int64_t> Checkpoints::steps() const { return steps_in(root_, true); }
+
+std::optional<std::string> Checkpoints::latest() const {
+  const auto complete = steps();
+  if (complete.empty()) return std::nullopt;
+  // The link counts while it leads somewhere: somebody may have turned it back on purpose.
+  const fs::path link = fs::path(root_) / kLatest;
+  if (fs::is_symlink(link) && is_complete(link)) {
+    const int64_t step = step_of(fs::read_symlink(link).filename().string());
+    if (std::binary_search(complete.begin(), complete.end(), step)) return folder_of(step);
+  }
+  return folder_of(complete.back());
+}
+
+std::vector<std::string> Checkpoints::prune(int keep) const {
+  TORCH_CHECK_VALUE(keep >= 1, "prune keeps at least one checkpoint, got ", keep);
+  std::vector<std::string> gone;
+  const std::string newest = latest().value_or("");
+  const auto complete = steps();
+  for (size_t i = 0; i + static_cast<size_t>(keep) < complete.size(); ++i) {
+    if (folder_of(complete[i]) != newest) gone.push_back(folder_of(complete[i]));
+  }
+  for (const int64_t step : steps_in(root_, false)) gone.push_back(folder_of(step));
+  for (const std::string& folder : gone) remove_checkpoint(folder);
+  return gone;
+}
+
+SaveOptions Checkpoints::with_link(const SaveOptions& options, int64_t step) const {
+  SaveOptions with = options;
+  with.on_complete = [*this, step, next = options.on_complete] {
+    point_at(root_, fs::path(folder_of(step)).filename().string());
+    if (keep_last_ > 0) {
+      const auto complete = steps();
+      for (size_t i = 0; i + static_cast<size_t>(keep_last_) < complete.size(); ++i) {
+        if (complete[i] != step) remove_checkpoint(folder_of(complete[i]));
+      }
+    }
+    if (next) next();
+  };
+  return with;
+}
+
+void Checkpoints::save(const StateDict& state, int64_t step, const SaveOptions& options) const {
+  dcp::save(state, folder_of(step), with_link(options, step));
+}
+
+AsyncSave Checkpoints::async_save(const StateDict& state, int64_t step,
+                                  const SaveOptions& options) const {
+  return dcp::async_save(state, folder_of(step), with_link(options, step));
+}
+
+}  // namespace fsdp2::dcp
