@@ -21,3 +21,4 @@
 #include <fsdp2/placement.h>
 #include <fsdp2/process_group.h>
 #include <fsdp2/replicate.h>
+#include <fsdp2/state_dict.h>

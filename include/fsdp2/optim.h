@@ -41,6 +41,8 @@ class AdamW : public torch::optim::AdamW {
   /// The closure, if given, runs with gradients enabled and its loss is returned.
   torch::Tensor step(LossClosure closure = nullptr) override;
 
+  bool maximize() const { return extras_.maximize; }
+
  private:
   torch::optim::AdamWParamState& state_of(const torch::Tensor& parameter, bool amsgrad);
   void step_through_file(torch::optim::OptimizerParamGroup& group);

@@ -3,6 +3,7 @@
 
 #include "support/models.h"
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 #include "support/training.h"
 
 #include <fsdp2/fsdp2.h>
@@ -183,6 +184,35 @@ TEST(Migration, States) {
     root.unshard();
     EXPECT_TRUE(model->head->weight.data_ptr<float>() != nullptr);
     root.reshard();
+  });
+}
+
+TEST(Migration, Checkpoints) {
+  const TemporaryFolder folder;
+  const std::string path = folder.path("c");
+  on_ranks(2, [&](int) {
+    Net model;
+    train(model);
+    torch::optim::AdamW optimizer(model->parameters());
+    auto [model_state, optimizer_state] = get_state_dict(*model, optimizer);
+    set_state_dict(*model, optimizer, model_state, optimizer_state);
+    dcp::StateDict weights = get_model_state_dict(*model);
+    set_model_state_dict(*model, weights);
+    dcp::StateDict moments = get_optimizer_state_dict(*model, optimizer);
+    weights = get_model_state_dict(*model, {.full_state_dict = true, .cpu_offload = true});
+    set_model_state_dict(*model, weights, {.full_state_dict = true, .broadcast_from_rank0 = true});
+    dcp::StateDict state = {{"optim", moments}};
+    state["train"] = training_state(model.ptr(), optimizer);
+    dcp::save(state, path);
+    dcp::AsyncSave saving = dcp::async_save(state, path);
+    saving.wait();
+    dcp::LoadReport report = dcp::load(state, path);
+    report = dcp::load(state, path, {.allow_partial = true});
+    EXPECT_TRUE(report.missing.empty() && report.unexpected.empty());
+    dcp::StateDict everything = dcp::load_everything(path);
+    EXPECT_EQ(everything.keys(), state.keys());
+    dcp::save(state, path, {.threads = 2});
+    dcp::finish_async_saves();
   });
 }
 
