@@ -21,4 +21,5 @@
 #include <fsdp2/placement.h>
 #include <fsdp2/process_group.h>
 #include <fsdp2/replicate.h>
+#include <fsdp2/safetensors_files.h>
 #include <fsdp2/state_dict.h>

@@ -1,12 +1,8 @@
 #include "train/weights.h"
 
-#include "train/world.h"
-
-#include <fsdp2/dtensor.h>
+#include <fsdp2/safetensors_files.h>
 
 #include <torch/torch.h>
-
-#include <exception>
 
 namespace fsdp2::train {
 
@@ -32,35 +28,9 @@ void load_weights(torch::nn::Module& module, const std::string& path) {
 
 void save_weights(const torch::nn::Module& module, const std::string& path,
                   const safetensors::Metadata& metadata) {
-  torch::NoGradGuard no_grad;
-  const auto parameters = module.named_parameters();
-  agree("saving " + path, [&] {
-    std::unique_ptr<safetensors::Writer> writer;
-    std::exception_ptr failure;
-    const auto on_rank_0 = [&](const auto& write) {
-      if (get_rank() != 0 || failure) return;
-      try {
-        write();
-      } catch (...) {
-        failure =
-            std::current_exception();  // the other ranks still gather: leave the loop with them
-      }
-    };
-    on_rank_0([&] {
-      std::vector<safetensors::Entry> entries;
-      for (const auto& item : parameters) {
-        entries.push_back({item.key(), item.value().scalar_type(), item.value().sizes().vec()});
-      }
-      writer = std::make_unique<safetensors::Writer>(path, entries, metadata);
-    });
-    for (const auto& item : parameters) {
-      const auto& parameter = item.value();
-      const auto whole = is_dtensor(parameter) ? DTensor(parameter).full_tensor() : parameter;
-      on_rank_0([&] { writer->write(whole); });
-    }
-    on_rank_0([&] { writer->commit(); });
-    if (failure) std::rethrow_exception(failure);
-  });
+  dcp::StateDict state;
+  for (const auto& item : module.named_parameters()) state[item.key()] = item.value();
+  safetensors::save_file(state, path, metadata);
 }
 
 }  // namespace fsdp2::train
