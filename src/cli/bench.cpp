@@ -1,3 +1,4 @@
+#include "cli/bench_parts.h"
 #include "cli/commands.h"
 #include "cli/model_options.h"
 #include "cli/options.h"
@@ -61,6 +62,7 @@ void run(StepArguments& arguments, const CLI::App& command) {
 void add_bench(CLI::App& app, int& exit_code) {
   auto* bench = app.add_subcommand("bench", "Measure the library");
   bench->require_subcommand(1);
+  add_bench_checkpoint(*bench);
   auto* step = bench->add_subcommand(
       "step", "Train a decoder on synthetic tokens; report losses, times, memory and collectives");
   auto arguments = std::make_shared<StepArguments>();

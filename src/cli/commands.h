@@ -21,6 +21,7 @@ void add_run(CLI::App& app, const std::vector<std::string>& program, int& exit_c
 void add_train(CLI::App& app, int& exit_code);
 void add_generate(CLI::App& app, int& exit_code);
 void add_plan(CLI::App& app, int& exit_code);
+void add_ckpt(CLI::App& app, int& exit_code);
 void add_bench(CLI::App& app, int& exit_code);
 
 }  // namespace fsdp2::cli

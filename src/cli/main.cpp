@@ -18,6 +18,7 @@ int main(int argc, char** argv) {
   fsdp2::cli::add_train(app, exit_code);
   fsdp2::cli::add_generate(app, exit_code);
   fsdp2::cli::add_plan(app, exit_code);
+  fsdp2::cli::add_ckpt(app, exit_code);
   fsdp2::cli::add_bench(app, exit_code);
   std::vector<std::string> arguments(argv + 1, argv + argc);
   program = fsdp2::cli::cut_program(app, arguments);

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""Saves and loads a model with Adam's state here and in Python, on the same disk, in turn.
+
+    bench/checkpoint.py PATH_OF_FSDP2 FOLDER [--gib 1] [--ranks 2] [--repeats 3]
+
+Prints medians in seconds and GB/s, beside what dd with fsync reaches in the same minutes, and their ratios.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+
+def state_of(gib, mesh, values):
+    def sharded():
+        local = torch.empty(2048 // mesh.size(), 2048)
+        local = local.normal_() if values else local.zero_()
+        return DTensor.from_local(local, mesh, [Shard(0)])
+
+    names = [f"layers.{i}.weight" for i in range(int(gib * 64))]
+    return {"model": {name: sharded() for name in names},
+            "optim": {"state": {name: {"exp_avg": sharded(), "exp_avg_sq": sharded()} for name in names}}}
+
+
+def rank_main(rank, ranks, folder, gib, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29731", RANK=str(rank), WORLD_SIZE=str(ranks),
+                      GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (ranks,))
+    state, target = state_of(gib, mesh, True), state_of(gib, mesh, False)
+    times = []
+    for body in (lambda: dcp.save(state, checkpoint_id=folder), lambda: dcp.load(target, checkpoint_id=folder)):
+        dist.barrier()
+        start = time.perf_counter()
+        body()
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+    if rank == 0:
+        results.put(times)
+    dist.destroy_process_group()
+
+
+def python(ranks, folder, gib):
+    context = mp.get_context("fork")
+    results = context.SimpleQueue()
+    processes = [context.Process(target=rank_main, args=(r, ranks, folder, gib, results)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    times = results.get()
+    for process in processes:
+        process.join()
+    return times
+
+
+def dd(folder, gib):
+    start = time.perf_counter()
+    subprocess.run(["dd", "if=/dev/zero", f"of={folder}/dd", "bs=64M", f"count={int(3 * gib * 16)}", "conv=fsync"],
+                   check=True, stderr=subprocess.DEVNULL)
+    seconds = time.perf_counter() - start
+    os.remove(f"{folder}/dd")
+    return seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("fsdp2")
+    parser.add_argument("folder")
+    parser.add_argument("--gib", type=float, default=1)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    folder = Path(options.folder)
+    rows = {"dd": [], "python save": [], "python load": [], "save": [], "load": [], "async blocked": []}
+    for _ in range(options.repeats):
+        rows["dd"].append(dd(folder, options.gib))
+        save, load = python(options.ranks, str(folder / "python"), options.gib)
+        shutil.rmtree(folder / "python")
+        rows["python save"].append(save)
+        rows["python load"].append(load)
+        done = subprocess.run([options.fsdp2, "run", "-n", str(options.ranks), options.fsdp2, "bench", "checkpoint",
+                               str(folder), "--gib", str(options.gib), "--repeats", "2"],
+                              check=True, stdout=subprocess.PIPE, text=True).stdout
+        report = json.loads(done[done.index("{"):])
+        rows["save"].append(report["save"][-1])
+        rows["load"].append(report["load"][-1])
+        rows["async blocked"].append(report["async_blocked"][-1])
+    median = {name: statistics.median(values) for name, values in rows.items()}
+    gigabytes = 3 * options.gib * 2**30 / 1e9
+    print(f"{gigabytes:.2f} GB, {options.ranks} ranks, medians of {options.repeats}")
+    for name, seconds in median.items():
+        print(f"{name:14} {seconds:8.3f} s  {gigabytes / seconds:6.2f} GB/s")
+    print(f"save: {median['python save'] / median['save']:.2f} times as fast as Python, "
+          f"{median['dd'] / median['save']:.2f} of dd")
+    print(f"load: {median['python load'] / median['load']:.2f} times as fast as Python")
+    print(f"async save blocks for {median['async blocked'] / median['save']:.1%} of a save's time")
+
+
+if __name__ == "__main__":
+    main()
