@@ -6,6 +6,7 @@
 //   torch::Tensor y = fsdp2::checkpoint(block, x);                       // for one call
 //   using Block = fsdp2::CheckpointedHolder<BlockImpl>;                  // or for every call
 //   auto block = fsdp2::checkpoint_wrapper(PlainBlock(64));              // or of one that is there
+//   fsdp2::CheckpointOptions selective{.op_list = {"aten::addmm"}};      // all but these results
 //
 // Works with fully_shard in either order, and with its boundaries: a checkpointed function may call
 // wrapped modules, and a wrapped module may checkpoint what it calls.
@@ -14,14 +15,27 @@
 #include <fsdp2/for_each_tensor.h>
 #include <fsdp2/fully_shard.h>
 
+#include <ATen/core/function_schema.h>
+
 #include <functional>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 namespace fsdp2 {
+
+/// Whether results of an op are kept from the first run. MUST and PREFER do the same here.
+enum class CheckpointPolicy { kMustSave, kPreferSave, kMustRecompute, kPreferRecompute };
+
+/// One call of an op that a policy is asked about.
+struct SelectiveCheckpointContext {
+  const c10::FunctionSchema& op;  // op.name() is "aten::mm", op.overload_name() may be empty
+  at::ArrayRef<c10::IValue> arguments;
+};
+using CheckpointPolicyFn = std::function<CheckpointPolicy(const SelectiveCheckpointContext&)>;
 
 struct CheckpointOptions {
   /// Run the function again with the random numbers it had: those of the default generators of the
@@ -30,6 +44,16 @@ struct CheckpointOptions {
   /// End the second run, by an exception, once it has saved as many tensors as the first. False
   /// lets it run to its end; needed if the function swallows exceptions of all kinds.
   bool early_stop = true;
+  /// Ops whose results are kept from the first run and handed out in place of being computed again:
+  /// "aten::mm" (all overloads) or "aten::sum.dim_IntList". As in create_selective_checkpoint_
+  /// contexts of Python. What runs below autograd counts: aten::linear calls aten::addmm or
+  /// aten::mm. Errors when checkpoint is called: there is no such op, it only calls others, or its
+  /// results are its arguments or views. Random numbers go on behind a kept op as they did at
+  /// first. Results that were changed in place since are not used: the op runs again.
+  std::vector<std::string> op_list{};
+  /// Or a function that decides, in the first run, for each call of an op that makes its results.
+  /// With sharding it has to decide alike on all ranks.
+  CheckpointPolicyFn policy_fn{};
 };
 
 namespace detail {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "dispatch/op_mode.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
@@ -7,9 +9,10 @@
 namespace fsdp2::fsdp {
 
 /// Scope for the library's own arithmetic, which may run in the middle of a user's op: whatever
-/// modes the user is in (inference, autograd, autocast), tensors made here are ordinary and nothing
-/// is recorded.
+/// modes the user is in (inference, autograd, autocast, those that see ops), tensors made here are
+/// ordinary and nothing is recorded.
 class PlainOps {
+  dispatch::OpModeScope unseen_{nullptr};
   c10::InferenceMode inference_{false};
   at::NoGradGuard no_grad_;
   at::AutoDispatchBelowADInplaceOrView below_autograd_;

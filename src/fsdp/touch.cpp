@@ -4,6 +4,7 @@
 
 #include "dispatch/backward.h"
 #include "dispatch/intercept.h"
+#include "dispatch/op_mode.h"
 #include "fsdp/boundary.h"
 #include "fsdp/gathered_storage.h"
 #include "fsdp/member_writes.h"
@@ -195,18 +196,14 @@ void meta_above_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys
 }
 
 void register_meta() {
-  static auto* libraries = [] {
-    auto* made = new std::vector<torch::Library>();
-    const auto add = [&](c10::DispatchKey key, torch::CppFunction kernel) {
-      made->emplace_back(torch::Library::IMPL, "_", key, __FILE__, __LINE__)
-          .fallback(std::move(kernel));
-    };
-    add(c10::DispatchKey::Fake, torch::CppFunction::makeFromBoxedFunction<&meta_below_autograd>());
-    add(c10::DispatchKey::DeferredInit,
-        torch::CppFunction::makeFromBoxedFunction<&meta_above_autograd>());
+  static auto* library = [] {
+    dispatch::set_fake_tensor_kernel(&meta_below_autograd);
+    auto* made = new torch::Library(torch::Library::IMPL, "_", c10::DispatchKey::DeferredInit,
+                                    __FILE__, __LINE__);
+    made->fallback(torch::CppFunction::makeFromBoxedFunction<&meta_above_autograd>());
     return made;
   }();
-  (void)libraries;
+  (void)library;
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 // an inner one are tensors that the outer one saves; recomputation starts as if no checkpoint were
 // active.
 
+#include "recompute/saved_ops.h"
 #include "recompute/saved_tensors.h"
 #include "recompute/surroundings.h"
 
@@ -13,6 +14,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <optional>
 #include <sstream>
 
 namespace fsdp2::recompute {
@@ -86,12 +88,16 @@ class Frame : public std::enable_shared_from_this<Frame> {
         detail::Recompute recompute)
       : early_stop_(options.early_stop),
         recompute_(std::move(recompute)),
-        surroundings_(inputs, options.preserve_rng_state) {
+        surroundings_(inputs, options.preserve_rng_state),
+        saved_ops_(SavedOps::make(options)) {
     inputs_.reserve(inputs.size());
     for (const Tensor& input : inputs) inputs_.emplace_back(input, /*is_output=*/false);
   }
 
   void forward_is_done() { forward_done_ = true; }
+  bool is_forward_done() const { return forward_done_; }
+  SavedOps* saved_ops() const { return saved_ops_.get(); }
+  const Surroundings& surroundings() const { return surroundings_; }
 
   void expect(const Tensor& tensor, const std::shared_ptr<Slot>& slot) {
     std::lock_guard lock(mutex_);
@@ -134,6 +140,7 @@ class Frame : public std::enable_shared_from_this<Frame> {
   const bool early_stop_;
   const detail::Recompute recompute_;
   const Surroundings surroundings_;
+  const std::unique_ptr<SavedOps> saved_ops_;  // null: of no op
   std::vector<SavedVariable> inputs_;
   std::vector<Traits> traits_;
   std::vector<std::weak_ptr<Slot>> slots_;  // of tensors that some node still has
@@ -184,7 +191,43 @@ struct HandOver final : SavedTensorHooks {
   bool incomplete_forward = false;
 };
 
+/// In the first run: keeps the results of ops.
+struct KeepResults final : dispatch::OpMode {
+  explicit KeepResults(Frame& frame) : frame(frame) {}
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+           torch::jit::Stack* stack) override {
+    SavedOps& saved = *frame.saved_ops();
+    const bool concerned = saved.concerns(op);
+    const bool wanted = concerned && saved.wants(op, *stack);
+    const Storages given = wanted ? SavedOps::storages_of_arguments(op, *stack) : Storages();
+    proceed(op, keys, stack);
+    saved.watch(op, *stack);
+    if (concerned) saved.record(op, wanted ? stack : nullptr, given, frame.surroundings());
+  }
+  Frame& frame;
+};
+
+/// In the others: hands them out.
+struct UseResults final : dispatch::OpMode {
+  explicit UseResults(Frame& frame) : frame(frame) {}
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+           torch::jit::Stack* stack) override {
+    SavedOps& saved = *frame.saved_ops();
+    if (!saved.concerns(op)) return proceed(op, keys, stack);
+    const size_t index = counts[op]++;
+    const SavedOps::Found found = saved.replay(op, index, *stack);
+    if (found == SavedOps::Found::kResults) return;
+    TORCH_CHECK(found == SavedOps::Found::kRecompute || !frame.is_forward_done(),
+                "a checkpointed function called ", op.operator_name(), " ", index,
+                " times, and more often when it was run again.", kDeterminism);
+    proceed(op, keys, stack);
+  }
+  Frame& frame;
+  OpCounts counts;
+};
+
 void Frame::recompute(int64_t task) {
+  const dispatch::OpModeScope unseen(nullptr);
   std::vector<Tensor> inputs;
   inputs.reserve(inputs_.size());
   for (const SavedVariable& input : inputs_) inputs.push_back(input.unpack());
@@ -193,6 +236,8 @@ void Frame::recompute(int64_t task) {
     SavedTensorScope saving(&hand_over);
     Surroundings::Restored restored(surroundings_);
     at::AutoGradMode enabled(true);
+    UseResults use_results(*this);
+    const dispatch::OpModeScope using_results(saved_ops_ ? &use_results : nullptr);
     recompute_(inputs);
   } catch (const Stop& stop) {
     if (stop.who != &hand_over) throw;
@@ -207,10 +252,14 @@ void Frame::recompute(int64_t task) {
 namespace fsdp2::detail {
 
 struct CheckpointScope::State {
-  explicit State(std::shared_ptr<recompute::Frame> frame)
-      : hooks(std::move(frame)), scope(&hooks) {}
+  explicit State(const std::shared_ptr<recompute::Frame>& frame)
+      : hooks(frame), scope(&hooks), keep_results(*frame) {
+    if (frame->saved_ops()) keeping_results.emplace(&keep_results);
+  }
   recompute::DropAll hooks;
   recompute::SavedTensorScope scope;
+  recompute::KeepResults keep_results;
+  std::optional<dispatch::OpModeScope> keeping_results;
 };
 
 CheckpointScope::CheckpointScope(const CheckpointOptions& options,

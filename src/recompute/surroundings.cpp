@@ -59,6 +59,10 @@ Surroundings::Surroundings(const Surroundings& like, int)
   }
 }
 
+std::unique_ptr<Surroundings> Surroundings::of_now() const {
+  return std::unique_ptr<Surroundings>(new Surroundings(*this, 0));
+}
+
 void Surroundings::restore() const {
   for (const Random& random : random_) {
     at::Generator generator = random.generator;

@@ -5,6 +5,7 @@
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 namespace fsdp2::recompute {
@@ -19,6 +20,9 @@ class Surroundings {
 
   /// Brings them back for as long as it lives.
   class Restored;
+  /// Those of now, of what this one knows.
+  std::unique_ptr<Surroundings> of_now() const;
+  void restore() const;
 
  private:
   struct Random {
@@ -31,7 +35,6 @@ class Surroundings {
     at::ScalarType dtype;
   };
   explicit Surroundings(const Surroundings& like, int);  // those of now, of what `like` knows
-  void restore() const;
 
   std::vector<Random> random_;
   std::vector<Autocast> autocast_;

@@ -252,6 +252,13 @@ TEST(Migration, ActivationCheckpointing) {
     fully_shard(second);
     Tensor x = model->embedding(ids());
     x = checkpoint(first, x);
+    x = checkpoint(CheckpointOptions{.op_list = {"aten::addmm"}}, first, x);
+    CheckpointOptions selective;
+    selective.policy_fn = [](const SelectiveCheckpointContext& context) {
+      return context.op.name() == "aten::addmm" ? CheckpointPolicy::kMustSave
+                                                : CheckpointPolicy::kPreferRecompute;
+    };
+    x = checkpoint(selective, first, x);
     second->forward(x).sum().backward();
   });
 }
