@@ -40,6 +40,12 @@ struct ReplicateOptions {
   /// ones included. False: a parameter that has no gradient after a backward is an error, on all
   /// ranks, that names it. Costs nothing: no graph is searched.
   bool find_unused_parameters = false;
+  /// Every backward that synchronises gives gradients to the same parameters, each as often, as the
+  /// first one on this rank did. Parameters may then be without gradient, those do not hold up the
+  /// bucket that they are in, and one may get its gradient in several backwards inside of one
+  /// (checkpointing by a custom Function, twice on one parameter), which else is an error. A
+  /// backward that deviates is an error, on all ranks; where it deviates it names the parameter.
+  bool static_graph = false;
   /// The mesh's rank 0 sends its buffers (running statistics, counters) to the others at the end of
   /// every backward that synchronises, hence before the next forward.
   bool broadcast_buffers = true;
@@ -94,7 +100,7 @@ class NoSyncGuard {
 /// So are parameters that are frozen afterwards, unless find_unused_parameters.
 /// backward(create_graph) is an error; autograd::grad with create_graph, then a plain backward, is
 /// right. A recomputation in a backward of its own (checkpointing by a custom Function) is right
-/// where each parameter gets its gradient in one of them, else an error.
+/// where each parameter gets its gradient in one of them, else an error, unless static_graph.
 ReplicatedModule replicate(const std::shared_ptr<torch::nn::Module>& module,
                            const ReplicateOptions& options = {});
 template <class Impl>

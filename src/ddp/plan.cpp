@@ -89,6 +89,7 @@ Json describe(const torch::nn::Module& module, const ReplicateOptions& options) 
       {"bucket_cap_mb", text_of(options.bucket_cap_mb)},
       {"gradient_as_bucket_view", text_of(options.gradient_as_bucket_view)},
       {"find_unused_parameters", text_of(options.find_unused_parameters)},
+      {"static_graph", text_of(options.static_graph)},
       {"broadcast_buffers", text_of(options.broadcast_buffers)},
       {"init_sync", text_of(options.init_sync)},
       {"ignored_parameters", Json(options.ignored_parameters).dump()}};

@@ -39,6 +39,7 @@ Replica::Replica(const Plan& plan, const ProcessGroup& group, const ReplicateOpt
       names_(plan.trained_names),
       group_(group),
       find_unused_parameters_(options.find_unused_parameters),
+      static_graph_(options.static_graph),
       broadcast_buffers_(options.broadcast_buffers),
       reducer_(make_reducer(plan.trained, group,
                             {options.bucket_cap_mb, options.gradient_as_bucket_view})) {}
@@ -78,25 +79,50 @@ void Replica::gradient_ready(size_t index) {
   TORCH_CHECK(!parameters_[index].grad().is_sparse(), "replicate: the gradient of '", names_[index],
               "' is sparse: make it dense (Embedding: sparse(false)), or ignore this parameter");
   if (!backward_) begin_backward();
-  TORCH_CHECK(!arrived_[index], "replicate: the parameter '", names_[index],
-              "' got gradients twice in one backward (two recomputations, or two threads, that "
-              "use it): run all but the last under no_sync(), or use fully_shard");
-  arrived_[index] = true;
+  if (!arrives(index)) return;
   --missing_;
   // The last one waits for the end, so that no rank tells the others that it has succeeded while
   // it may still fail.
   if (missing_ == 0) {
     last_ = index;
   } else {
-    reducer_->mark(index);
+    mark(index);
   }
+}
+
+bool Replica::arrives(size_t index) {
+  const int count = ++arrivals_[index];
+  if (!static_graph_) {
+    TORCH_CHECK(count == 1, "replicate: the parameter '", names_[index],
+                "' got gradients twice in one backward (two recomputations, or two threads, that "
+                "use it): set static_graph if it always does, run all but the last under "
+                "no_sync(), or use fully_shard");
+    return true;
+  }
+  if (graph_.empty()) return false;  // how many there will be is known at the end
+  TORCH_CHECK(count <= graph_[index], "replicate: static_graph is set, but the parameter '",
+              names_[index], "' got ", count, " gradients in one backward and ", graph_[index],
+              " in the first one: use the same parameters in every backward, or drop static_graph "
+              "and set find_unused_parameters");
+  return count == graph_[index];
+}
+
+void Replica::mark(size_t index) {
+  marked_[index] = true;
+  reducer_->mark(index);
 }
 
 void Replica::begin_backward() {
   reducer_->begin();
-  arrived_.assign(parameters_.size(), false);
+  arrivals_.assign(parameters_.size(), 0);
+  marked_.assign(parameters_.size(), false);
   missing_ = parameters_.size();
   last_.reset();
+  for (size_t i = 0; i < graph_.size(); ++i) {
+    if (graph_[i] > 0) continue;
+    mark(i);
+    --missing_;
+  }
   backward_ = ++backwards_;
   const auto if_open = [weak = weak_from_this(), open = backward_](void (Replica::*over)()) {
     const auto owner = weak.lock();
@@ -110,11 +136,25 @@ void Replica::begin_backward() {
                                [if_open] { if_open(&Replica::abandon_backward); });
 }
 
+std::string Replica::missing_of_static_graph() const {
+  std::vector<std::string> missing;
+  for (size_t i = 0; i < graph_.size(); ++i) {
+    if (arrivals_[i] < graph_[i]) missing.push_back(names_[i]);
+  }
+  return list(missing);
+}
+
 void Replica::end_backward() {
+  if (const std::string missing = missing_of_static_graph(); !missing.empty()) {
+    abandon_backward();
+    TORCH_CHECK(false, "replicate: static_graph is set, but ", missing,
+                " got fewer gradients than in the first backward: use the same parameters in every "
+                "backward, or drop static_graph and set find_unused_parameters");
+  }
   // What is thrown from here on, the ranks throw together.
-  if (last_) reducer_->mark(*last_);
-  for (size_t i = 0; i < arrived_.size(); ++i) {
-    if (!arrived_[i]) reducer_->mark(i);
+  if (last_) mark(*last_);
+  for (size_t i = 0; i < marked_.size(); ++i) {
+    if (!marked_[i]) mark(i);
   }
   try {
     reducer_->wait();
@@ -126,6 +166,7 @@ void Replica::end_backward() {
   }
   torch::autograd::Engine::get_default_engine().queue_callback([replica = shared_from_this()] {
     replica->check_counts();
+    if (replica->static_graph_ && replica->graph_.empty()) replica->graph_ = replica->arrivals_;
     if (replica->broadcast_buffers_) replica->sync_buffers();
   });
 }
@@ -148,8 +189,8 @@ void Replica::check_counts() const {
                 ", and these gradients lack what it had: drop them with zero_grad()");
     if (count[i] < group_->getSize()) unused.push_back(names_[i]);
   }
-  TORCH_CHECK(find_unused_parameters_ || unused.empty(), "replicate: no gradient for ",
-              list(unused),
+  TORCH_CHECK(find_unused_parameters_ || static_graph_ || unused.empty(),
+              "replicate: no gradient for ", list(unused),
               " on at least one rank. If that is meant, set find_unused_parameters; else use "
               "these parameters in the loss, or freeze them before replicate()");
 }

@@ -284,6 +284,7 @@ TEST(Migration, DistributedDataParallel) {
     ReplicateOptions ddp;
     ddp.mesh = init_device_mesh("cpu", {get_world_size()});
     ddp.bucket_cap_mb = 25;
+    ddp.static_graph = false;
     ddp.gradient_as_bucket_view = true;
     ddp.find_unused_parameters = true;
     ddp.broadcast_buffers = true;

@@ -163,6 +163,63 @@ TEST_P(ReplicateFailures, CheckpointByACustomFunction) {
   });
 }
 
+TEST_P(ReplicateFailures, AStaticGraphMayGiveGradientsTwice) {
+  on_ranks(GetParam(), [](int) {
+    for (const bool view : {false, true}) {
+      Twins<TwoLinear> twins;
+      ReplicateOptions options;
+      options.static_graph = true;
+      options.gradient_as_bucket_view = view;
+      options.bucket_cap_mb = 1e-5;
+      replicate(twins.sharded, options);
+      for (int step = 0; step < 3; ++step) {
+        twins.zero_grad();
+        twins.backward([](TwoLinear& module, int rank) {
+          const Tensor x = input(rank).requires_grad_();
+          const Tensor y = Checkpoint::apply(x, &module);
+          return (Checkpoint::apply(y, &module) + module->a(x)).pow(2).sum();
+        });
+        twins.expect_same(2e-4);
+      }
+    }
+  });
+}
+
+TEST_P(ReplicateFailures, AStaticGraphIsThatOfTheFirstBackward) {
+  on_ranks(GetParam(), [](int rank) {
+    for (const bool all_at_first : {false, true}) {
+      for (const double cap : {25.0, 1e-5}) {
+        Twins<TwoLinear> twins;
+        ReplicateOptions options;
+        options.static_graph = true;
+        options.bucket_cap_mb = cap;
+        replicate(twins.sharded, options);
+        const auto loss_of = [](bool all) {
+          return [all](TwoLinear& module, int r) {
+            return all ? loss(module, r) : module->a(input(r)).pow(2).sum();
+          };
+        };
+        const auto train = [&] {
+          for (int step = 0; step < 2; ++step) {
+            twins.zero_grad();
+            twins.backward(loss_of(all_at_first));
+            twins.expect_same(2e-5);
+          }
+        };
+        train();
+        const bool deviates = rank == 0;
+        const std::string error =
+            error_of([&] { loss_of(all_at_first != deviates)(twins.sharded, rank).backward(); });
+        EXPECT_THAT(error, deviates ? AllOf(HasSubstr("static_graph is set, but"), HasSubstr("'b."),
+                                            Not(HasSubstr("'a.")))
+                                    : AllOf(HasSubstr("backward failed on another rank"),
+                                            HasSubstr("zero_grad"), Not(HasSubstr("'b."))));
+        train();
+      }
+    }
+  });
+}
+
 TEST_P(ReplicateFailures, CastAfterwardsIsAnError) {
   on_ranks(GetParam(), [](int rank) {
     TwoLinear module;
