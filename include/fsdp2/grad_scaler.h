@@ -19,6 +19,10 @@
 
 namespace fsdp2 {
 
+namespace optim {
+class AdamW;
+}
+
 struct GradScalerOptions {
   double init_scale = 65536;
   double growth_factor = 2;     // after growth_interval updates in a row without a skipped step
@@ -42,6 +46,8 @@ class GradScaler {
   void unscale_(torch::optim::Optimizer& optimizer);
   /// unscale_() if that has not been done; then optimizer.step() if all gradients were finite.
   /// Returns whether it stepped, the same on all ranks. Error if called twice before update().
+  /// An optim::AdamW whose gradients are still scaled divides them in its own kernel, in float32
+  /// whatever their dtype: they are only looked at here, and stay scaled if the step is skipped.
   bool step(torch::optim::Optimizer& optimizer);
   /// Adapts the scale, or sets it; once after the steps of all optimizers. Error if there was none.
   void update(std::optional<double> new_scale = std::nullopt);
@@ -60,6 +66,8 @@ class GradScaler {
   struct Progress {
     bool finite = true, stepped = false;
   };
+
+  bool step_scaled(optim::AdamW& optimizer);
 
   GradScalerOptions options_;
   State state_;

@@ -11,6 +11,10 @@
 #include <optional>
 #include <vector>
 
+namespace fsdp2 {
+class GradScaler;
+}
+
 namespace fsdp2::optim {
 
 struct AdamWExtras {
@@ -44,10 +48,12 @@ class AdamW : public torch::optim::AdamW {
   bool maximize() const { return extras_.maximize; }
 
  private:
+  friend class fsdp2::GradScaler;
   torch::optim::AdamWParamState& state_of(const torch::Tensor& parameter, bool amsgrad);
   void step_through_file(torch::optim::OptimizerParamGroup& group);
 
   AdamWExtras extras_;
+  std::optional<double> grad_scale_;  // step() divides gradients by it
   std::shared_ptr<MomentFile> file_;  // of the moments, if they are offloaded
 };
 

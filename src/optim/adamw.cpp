@@ -17,11 +17,19 @@ using torch::optim::OptimizerParamGroup;
 /// as its first: those that do not are copied, and copied back.
 class FusedCall {
  public:
+  /// With a scale, gradients are divided by it and left so.
+  explicit FusedCall(std::optional<double> grad_scale) : grad_scale_(grad_scale) {}
+
   void add(const Tensor& parameter, AdamWParamState& state, bool amsgrad) {
     const Tensor part = as_real(part_of(parameter));
     leader_ = part.is_non_overlapping_and_dense() ? part : part.contiguous();
     add_written(parameters_, part);
-    gradients_.push_back(laid_out(as_real(part_of(parameter.grad()))));
+    const Tensor gradient = as_real(part_of(parameter.grad()));
+    if (grad_scale_) {
+      add_written(gradients_, gradient);
+    } else {
+      gradients_.push_back(laid_out(gradient));
+    }
     add_written(exp_avgs_, as_real(written_part_of(state.exp_avg())));
     add_written(exp_avg_sqs_, as_real(written_part_of(state.exp_avg_sq())));
     if (amsgrad) add_written(max_exp_avg_sqs_, as_real(written_part_of(state.max_exp_avg_sq())));
@@ -29,13 +37,16 @@ class FusedCall {
 
   void run(const AdamWOptions& options, int64_t step, bool maximize) {
     // Read, not written: one for all.
-    const Tensor count = torch::full({}, static_cast<double>(step),
-                                     parameters_.front().options().dtype(torch::kFloat));
+    const auto scalar = [&](double value) {
+      return torch::full({}, value, parameters_.front().options().dtype(torch::kFloat));
+    };
+    const Tensor count = scalar(static_cast<double>(step));
     const std::vector<Tensor> steps(parameters_.size(), count);
     const auto& [beta1, beta2] = options.betas();
     at::_fused_adamw_(parameters_, gradients_, exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_, steps,
                       options.lr(), beta1, beta2, options.weight_decay(), options.eps(),
-                      options.amsgrad(), maximize);
+                      options.amsgrad(), maximize,
+                      grad_scale_ ? std::optional(scalar(*grad_scale_)) : std::nullopt);
     for (const auto& [part, copy] : written_back_) part.copy_(copy);
   }
 
@@ -52,6 +63,7 @@ class FusedCall {
     if (!list.back().is_same(part)) written_back_.emplace_back(part, list.back());
   }
 
+  const std::optional<double> grad_scale_;
   Tensor leader_;
   std::vector<Tensor> parameters_, gradients_, exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_;
   std::vector<std::pair<Tensor, Tensor>> written_back_;
@@ -133,7 +145,7 @@ void AdamW::step_through_file(OptimizerParamGroup& group) {
     }
     state->step(state->step() + 1);
     if (written_part_of(parameter).numel() == 0) continue;
-    FusedCall call;
+    FusedCall call(grad_scale_);
     call.add(parameter, *state, options.amsgrad());
     call.run(options, state->step(), extras_.maximize);
     for (const Tensor& moment : moments_of(*state)) file_->release(moment);
@@ -170,7 +182,8 @@ Tensor AdamW::step(LossClosure closure) {
       // Every rank writes the parameter, one with an empty part too.
       const Tensor& part = written_part_of(parameter);
       if (part.numel() == 0) continue;
-      calls[{kind_of(part), state.step()}].add(parameter, state, options.amsgrad());
+      calls.try_emplace({kind_of(part), state.step()}, grad_scale_)
+          .first->second.add(parameter, state, options.amsgrad());
     }
     for (auto& [kind, call] : calls) call.run(options, kind.second, extras_.maximize);
   }

@@ -2,10 +2,12 @@
 
 #include <fsdp2/collectives.h>
 #include <fsdp2/grad_scaler.h>
+#include <fsdp2/optim.h>
 
 #include <torch/torch.h>
 
 #include <cmath>
+#include <typeinfo>
 
 namespace fsdp2 {
 namespace {
@@ -17,25 +19,49 @@ struct Found {
   bool gradients = false, not_finite = false;
 };
 
-Found unscale(const torch::optim::Optimizer& optimizer, double scale) {
-  Found found;
+/// The parts of all gradients that are to be written, or only read.
+optim::Lists gradients_of(const torch::optim::Optimizer& optimizer, bool written, Found& found) {
   optim::Lists lists;
   for (const auto& group : optimizer.param_groups()) {
     for (const Tensor& parameter : group.params()) {
-      if (!parameter.grad().defined()) continue;
-      TORCH_CHECK(!parameter.grad().is_sparse(), "GradScaler: a gradient of ", parameter.sizes(),
+      const Tensor& gradient = parameter.grad();
+      if (!gradient.defined()) continue;
+      TORCH_CHECK(!gradient.is_sparse(), "GradScaler: a gradient of ", parameter.sizes(),
                   " is sparse: make it dense");
       found.gradients = true;
-      const Tensor& part = optim::written_part_of(parameter.grad());
+      const Tensor& part = written ? optim::written_part_of(gradient) : optim::part_of(gradient);
       if (part.numel() > 0) lists[optim::kind_of(part)].push_back(part);
     }
   }
-  for (auto& [kind, list] : lists) {
+  return lists;
+}
+
+Found unscale(const torch::optim::Optimizer& optimizer, double scale) {
+  Found found;
+  for (auto& [kind, list] : gradients_of(optimizer, /*written=*/true, found)) {
     const auto options = list.front().options().dtype(torch::kFloat);
     Tensor found_inf = torch::zeros({1}, options);
     const Tensor inverse = torch::full({1}, 1 / scale, options);
     at::_amp_foreach_non_finite_check_and_unscale_(list, found_inf, inverse);
     found.not_finite = found.not_finite || found_inf.item<float>() != 0;
+  }
+  return found;
+}
+
+/// The same, but only looks.
+Found look(const torch::optim::Optimizer& optimizer) {
+  Found found;
+  for (const auto& [kind, list] : gradients_of(optimizer, /*written=*/false, found)) {
+    std::vector<Tensor> extremes;
+    if (std::get<0>(kind) == c10::kCUDA) extremes = at::_foreach_norm(list, INFINITY);
+    for (const Tensor& part : list) {
+      if (part.is_cuda()) break;
+      const Tensor values = part.is_complex() ? torch::view_as_real(part) : part;
+      const auto [least, most] = torch::aminmax(values);
+      extremes.insert(extremes.end(), {least, most});
+    }
+    const bool finite = torch::isfinite(torch::stack(extremes)).all().item<bool>();
+    found.not_finite = found.not_finite || !finite;
   }
   return found;
 }
@@ -60,6 +86,13 @@ Found agreed(const Found& mine, const DeviceMesh& mesh) {
   }
   pair = pair.cpu();
   return {pair[0].item<int>() != 0, pair[1].item<int>() != 0};
+}
+
+void check_used(const Found& found) {
+  TORCH_CHECK(
+      found.gradients,
+      "GradScaler: no parameter of the optimizer has a gradient: call backward() first, and "
+      "make the optimizer from the parameters that are trained");
 }
 
 void check(double value, bool good, const char* name, const char* rule) {
@@ -92,11 +125,26 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
               "update(): its gradients are not scaled any more");
   const torch::NoGradGuard no_grad;
   const Found found = agreed(unscale(optimizer, state_.scale), options_.mesh);
-  TORCH_CHECK(
-      found.gradients,
-      "GradScaler: no parameter of the optimizer has a gradient: call backward() first, and "
-      "make the optimizer from the parameters that are trained");
+  check_used(found);
   optimizers_[&optimizer] = {.finite = !found.not_finite};
+}
+
+bool GradScaler::step_scaled(optim::AdamW& optimizer) {
+  const torch::NoGradGuard no_grad;
+  const Found found = agreed(look(optimizer), options_.mesh);
+  check_used(found);
+  optimizers_[&optimizer] = {.finite = !found.not_finite, .stepped = true};
+  if (found.not_finite) return false;
+  struct Scaled {
+    Scaled(std::optional<double>& slot, double scale) : slot(slot) { slot = scale; }
+    Scaled(const Scaled&) = delete;
+    Scaled& operator=(const Scaled&) = delete;
+    ~Scaled() { slot.reset(); }
+    std::optional<double>& slot;
+  };
+  const Scaled scaled(optimizer.grad_scale_, state_.scale);
+  optimizer.step();
+  return true;
 }
 
 bool GradScaler::step(torch::optim::Optimizer& optimizer) {
@@ -104,7 +152,12 @@ bool GradScaler::step(torch::optim::Optimizer& optimizer) {
     optimizer.step();
     return true;
   }
-  if (!optimizers_.count(&optimizer)) unscale_(optimizer);
+  if (!optimizers_.count(&optimizer)) {
+    // A subclass may look at gradients before it steps.
+    auto* fused = dynamic_cast<optim::AdamW*>(&optimizer);
+    if (fused && typeid(optimizer) == typeid(optim::AdamW)) return step_scaled(*fused);
+    unscale_(optimizer);
+  }
   Progress& progress = optimizers_.at(&optimizer);
   TORCH_CHECK(!progress.stepped, "GradScaler: step() was called twice since the last update()");
   progress.stepped = true;

@@ -115,6 +115,101 @@ TEST_P(Scaler, TrainsInFloat16) {
   });
 }
 
+/// Hides AdamW's class from the scaler, which then divides gradients before the step.
+struct OtherAdamW : optim::AdamW {
+  using optim::AdamW::AdamW;
+};
+
+/// A module and its optimizer, to be stepped by scaled gradients.
+template <class Optimizer>
+struct Trained {
+  TwoLinear module = [] {
+    torch::manual_seed(1);
+    return TwoLinear();
+  }();
+  GradScaler scaler;
+  std::unique_ptr<Optimizer> optimizer;
+
+  Trained(const FullyShardOptions& options, bool amsgrad, double scale)
+      : scaler(GradScalerOptions{.init_scale = scale}) {
+    wrap_layers(module, options);
+    optimizer = std::make_unique<Optimizer>(module->parameters(),
+                                            torch::optim::AdamWOptions(0.05).amsgrad(amsgrad));
+  }
+  Tensor loss(int step) {
+    torch::manual_seed(10 * step + get_rank());
+    return module->forward(torch::randn({3, 5})).pow(2).sum();
+  }
+  bool step() {
+    const bool stepped = scaler.step(*optimizer);
+    scaler.update();
+    return stepped;
+  }
+};
+
+TEST_P(Scaler, FusedStepsDivideAsUnscaleDoes) {
+  on_ranks(GetParam(), [](int rank) {
+    for (const bool amsgrad : {false, true}) {
+      for (const double scale : {65536.0, 3000.0}) {
+        FullyShardOptions options;
+        if (amsgrad)
+          options.shard_placement_fn = [](const Tensor& parameter) {
+            const bool splits = parameter.dim() == 2 && get_world_size() == 1;
+            return splits ? std::optional<ShardPlacement>(Shard(1)) : std::nullopt;
+          };
+        Trained<optim::AdamW> fused(options, amsgrad, scale);
+        Trained<OtherAdamW> other(options, amsgrad, scale);
+        const double bound = scale == 65536 ? 0 : 2e-6;
+        for (int step = 0; step < 5; ++step) {
+          const bool bad = step == 2;
+          const auto run = [&](auto& trained) {
+            trained.optimizer->zero_grad();
+            trained.scaler.scale(trained.loss(step)).backward();
+            if (bad && rank == 0) {
+              DTensor(trained.module->a->parameters()[1].grad()).to_local().view(-1)[0] = kInfinite;
+            }
+            if (step == 3) {
+              trained.scaler.unscale_(*trained.optimizer);
+              clip_grad_norm_(trained.module->parameters(), 0.1);
+            }
+            return trained.step();
+          };
+          const bool stepped = run(fused);
+          EXPECT_EQ(stepped, run(other));
+          EXPECT_EQ(stepped, !bad);
+          for (size_t i = 0; i < fused.module->parameters().size(); ++i) {
+            const Tensor mine = fused.module->parameters()[i];
+            const Tensor its = other.module->parameters()[i];
+            EXPECT_LE(difference(full(mine), full(its)), bound) << step;
+            if (stepped) {
+              EXPECT_LE(difference(full(mine.grad()), full(its.grad())), bound) << step;
+            }
+            const auto count = [](torch::optim::Optimizer& optimizer, const Tensor& parameter) {
+              auto& state = *optimizer.state().at(parameter.unsafeGetTensorImpl());
+              return static_cast<torch::optim::AdamWParamState&>(state).step();
+            };
+            EXPECT_EQ(count(*fused.optimizer, mine), count(*other.optimizer, its));
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(Scaler, FusedStepsOfHalfGradientsKeepWhatHalfCannotHold) {
+  on_ranks(GetParam(), [](int) {
+    // 2^-26 is below the least number of float16, and 2^-10 with the scale is not.
+    Tensor weight = torch::ones({4}, torch::kHalf).requires_grad_();
+    GradScaler scaler(GradScalerOptions{.init_scale = 65536});
+    optim::AdamW optimizer({weight}, torch::optim::AdamWOptions(0.25).eps(1e-12).weight_decay(0));
+    weight.mutable_grad() = torch::full({4}, 1.0 / 1024, torch::kHalf);
+    EXPECT_TRUE(scaler.step(optimizer));
+    EXPECT_EQ(weight[0].item<float>(), 0.75);
+    EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("called twice"));
+    EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), HasSubstr("not scaled any more"));
+  });
+}
+
 TEST(ScalerState, GrowsBacksOffAndIsRestored) {
   GradScalerOptions options;
   options.init_scale = 16;
