@@ -31,6 +31,7 @@ BEHAVIOURS = {
     "param bf16, reduce fp32": ({"param_dtype": "bf16"}, (2, 4)),
     "param bf16, reduce bf16": ({"param_dtype": "bf16", "reduce_dtype": "bf16"}, (2, 4)),
     "cast_forward_inputs=False": ({"param_dtype": "bf16", "cast_forward_inputs": False}, (2, 4)),
+    "output_dtype": ({"output_dtype": "bf16"}, (2, 4)),
     "CPU offload": ({"offload": True}, (2, 4)),
     "ignored_params": ({"ignore": "layers.1.feed_forward.w2.weight"}, (2, 4)),
     "3 micro-batches": ({"accum": 3}, (2, 4)),
@@ -57,6 +58,8 @@ PAIRS = [
     ("Shard(1)", "param bf16, reduce fp32"),
     ("Shard(1)", "CPU offload"),
     ("Shard(1)", "set_requires_gradient_sync"),
+    ("output_dtype", "param bf16, reduce fp32"),
+    ("output_dtype", "set_requires_gradient_sync"),
     ("CPU offload", "param bf16, reduce fp32"),
     ("CPU offload", "clipping"),
     ("CPU offload", "set_requires_gradient_sync"),
@@ -79,6 +82,7 @@ QUICK = [
     ("Shard(1)", 2),
     ("param bf16, reduce bf16", 2),
     ("cast_forward_inputs=False", 2),
+    ("output_dtype", 2),
     ("CPU offload", 2),
     ("ignored_params", 2),
     ("set_requires_gradient_sync", 2),
@@ -104,7 +108,7 @@ def compare(binary, options, world, truth):
     c = {**MODEL, "lr": 1e-3, "seed": 1234, "steps": 10, "clip": 0, **options}
     mine = ours(binary, world, c)
     theirs = reference.run(world, c) if truth == "peer" else ours(binary, world, c, mode="local")
-    bound = 1e-2 if "bf16" in options.values() else 1e-5
+    bound = 1e-2 if options.get("param_dtype") == "bf16" else 1e-5
     return difference(mine["losses"], theirs["losses"]), difference(mine["grad_norms"], theirs["grad_norms"]), bound
 
 

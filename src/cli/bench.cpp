@@ -87,6 +87,8 @@ void add_bench(CLI::App& app, int& exit_code) {
       ->check(CLI::IsMember({"torch", "fast", "fp64", "off"}))
       ->capture_default_str();
   add_sharding_options(*step, o.sharding);
+  step->add_option("--output-dtype", o.sharding.output_dtype, "Cast the logits to this")
+      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
   step->add_option("--local-world", o.local_world,
                    "local: concatenate the batches of this many ranks")
       ->capture_default_str();

@@ -129,10 +129,13 @@ torch::Tensor LlamaImpl::forward(const torch::Tensor& tokens) {
   return config_.tied ? torch::linear(h, tok_embeddings->weight) : output->forward(h);
 }
 
-torch::Tensor next_token_loss(Llama& model, const torch::Tensor& x, const torch::Tensor& y) {
-  const auto logits = model->forward(x).to(torch::kFloat32);
+torch::Tensor next_token_loss(const torch::Tensor& logits, const torch::Tensor& y) {
   return torch::nn::functional::cross_entropy(logits.to(torch::kFloat).view({-1, logits.size(-1)}),
                                               y.view(-1));
+}
+
+torch::Tensor next_token_loss(Llama& model, const torch::Tensor& x, const torch::Tensor& y) {
+  return next_token_loss(model->forward(x), y);
 }
 
 }  // namespace fsdp2::train

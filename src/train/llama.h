@@ -99,5 +99,7 @@ TORCH_MODULE(Llama);
 /// Mean cross entropy, in nats a token, of `model` reading `x` and predicting `y`; computed in
 /// float32.
 torch::Tensor next_token_loss(Llama& model, const torch::Tensor& x, const torch::Tensor& y);
+/// The same of what it returned.
+torch::Tensor next_token_loss(const torch::Tensor& logits, const torch::Tensor& y);
 
 }  // namespace fsdp2::train

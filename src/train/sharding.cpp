@@ -49,9 +49,12 @@ void shard(Llama& model, const ShardingOptions& options) {
   }
   FullyShardOptions root = blocks;
   root.reshard_after_forward = false;
+  if (!options.output_dtype.empty()) root.mp_policy.output_dtype = dtype_of(options.output_dtype);
   for (const auto& block : *model->layers) fully_shard(block, blocks);
   fully_shard(model, root);
 }
+
+Sharded<LlamaImpl> boundary(Llama& model) { return {as_fsdp(*model), model.ptr()}; }
 
 void before_micro_batch(Llama& model, const ShardingOptions& options, int64_t index,
                         int64_t count) {
@@ -73,6 +76,7 @@ nlohmann::ordered_json to_json(const ShardingOptions& options) {
           {"param_dtype", options.param_dtype},
           {"reduce_dtype", options.reduce_dtype},
           {"cast_forward_inputs", options.cast_forward_inputs},
+          {"output_dtype", options.output_dtype},
           {"sync", options.sync},
           {"all_reduce", options.all_reduce},
           {"is_last_backward", options.is_last_backward},

@@ -21,6 +21,7 @@ struct ShardingOptions {
   std::string ignore;  // parameters whose names end so are left to each rank
   std::string param_dtype = "fp32", reduce_dtype = "fp32";
   bool cast_forward_inputs = true;
+  std::string output_dtype;  // of what the model returns when called by boundary(); "": as it comes
   // With several micro-batches a step: in which of them gradients are reduced, and over the copies;
   // whether the last is told; whether the parameters are freed after the backward of any but it.
   std::string sync = "every", all_reduce = "every";  // or last
@@ -33,6 +34,9 @@ void check(const ShardingOptions& options, int64_t ranks);
 
 /// One group a block, and the rest as the root's, which is not freed after forward.
 void shard(Llama& model, const ShardingOptions& options);
+
+/// The sharded model, to be called with its boundary around it.
+Sharded<LlamaImpl> boundary(Llama& model);
 
 /// To be called before the forward of micro-batch `index` of `count`.
 void before_micro_batch(Llama& model, const ShardingOptions& options, int64_t index, int64_t count);

@@ -80,6 +80,7 @@ class StepBench {
   std::vector<torch::Tensor> parameters_;
   std::unique_ptr<optim::AdamW> optimizer_;
   std::optional<ReplicatedModule> replica_;
+  std::optional<Sharded<LlamaImpl>> call_;  // if what it returns is cast
 
   double build_s_ = 0;
   int64_t base_kib_ = 0, init_peak_kib_ = 0;
@@ -102,6 +103,7 @@ void StepBench::build() {
   if (!options_.dump_init.empty()) save_weights(*model_, options_.dump_init);
   if (sharded_) {
     shard(model_, options_.sharding);
+    if (!options_.sharding.output_dtype.empty()) call_ = boundary(model_);
   } else if (together_) {
     replica_ = replicate(model_);
   }
@@ -162,7 +164,7 @@ StepBench::Step StepBench::step(const std::vector<Batch>& batches) {
     if (replica_) replica_->set_requires_gradient_sync(i + 1 == batches.size());
     if (sharded_) before_micro_batch(model_, options_.sharding, i, batches.size());
     const auto& [x, y] = batches[i];
-    auto loss = next_token_loss(model_, x, y);
+    auto loss = call_ ? next_token_loss((*call_)(x), y) : next_token_loss(model_, x, y);
     if (options_.accum > 1) loss = loss / options_.accum;
     lap(kForward);
     loss.backward();

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,6 @@ def sharding(model, world, c):
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=None if c.get("param_dtype", "fp32") == "fp32" else DTYPES[c["param_dtype"]],
             reduce_dtype=DTYPES[c.get("reduce_dtype", "fp32")],
-            output_dtype=DTYPES[c["output_dtype"]] if "output_dtype" in c else None,
             cast_forward_inputs=c.get("cast_forward_inputs", True))
     if dim := c.get("shard_dim", 0):
         shards = world // replicate
@@ -185,6 +185,8 @@ def train(rank, world, c):
     for layer in model.layers:
         fully_shard(layer, **options)
     options["reshard_after_forward"] = False
+    if "output_dtype" in c:
+        options["mp_policy"] = replace(options["mp_policy"], output_dtype=DTYPES[c["output_dtype"]])
     fully_shard(model, **options)
     # gloo cannot average.
     for module in (model, *model.layers):
