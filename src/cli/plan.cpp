@@ -85,6 +85,14 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   plan->add_option("--reshard-after-forward", o.reshard_after_forward, "Free blocks after forward")
       ->capture_default_str();
+  plan->add_option("--reshard-to", o.reshard_to,
+                   "Ranks that share a block between forward and backward, a factor of all shards; "
+                   "0: all")
+      ->capture_default_str();
+  plan->add_option("--checkpoint-blocks", o.checkpoint, "Run each block again in backward")
+      ->capture_default_str();
+  plan->add_option("--nvme-moments", o.nvme_moments, "Keep the moments of AdamW in files")
+      ->capture_default_str();
   plan->add_option("--offload", o.offload, "Keep shards and optimizer in host memory")
       ->capture_default_str();
   plan->add_option("--backend", o.backend, "gloo, which reduces a copy, or nccl")

@@ -46,6 +46,7 @@ class Planner {
       : options_(options),
         model_(options.model),
         block_(Sizes(model_).block, options.shard),
+        kept_(Sizes(model_).block, keeps_parts() ? options.reshard_to : options.shard),
         root_(Sizes(model_).root, options.shard),
         compute_(size_of(options.param_dtype)),
         reduce_(size_of(options.reduce_dtype)) {}
@@ -65,6 +66,10 @@ class Planner {
     return static_cast<int64_t>(c10::elementSize(dtype_of(dtype)));
   }
   bool alone() const { return options_.shard * options_.replicate == 1; }
+  bool keeps_parts() const {
+    return options_.reshard_to > 1 && options_.reshard_to < options_.shard;
+  }
+  bool reshards() const { return options_.reshard_after_forward && options_.reshard_to != 1; }
 
   int64_t moments_a_parameter() const {
     if (options_.optimizer == "sgd") return 0;
@@ -75,26 +80,28 @@ class Planner {
     Moment moment;
     moment.name = name;
     moment.shards = (model_.layers * block_.part + root_.part) * kShardBytes;
-    moment.optimizer = moment.shards * moments_a_parameter();
+    moment.optimizer = options_.nvme_moments ? 0 : moment.shards * moments_a_parameter();
     return moment;
   }
 
   // Parameters.
-  int64_t gathered_blocks() const { return options_.reshard_after_forward ? 1 : model_.layers; }
+  int64_t gathered_blocks() const { return reshards() ? 1 : model_.layers; }
   int64_t gathered() const { return (root_.whole + gathered_blocks() * block_.whole) * compute_; }
   /// Own part and all parts.
-  int64_t buffers_of(const Group& group) const {
-    return options_.shard == 1 ? 0 : group.part * (options_.shard + 1) * compute_;
+  int64_t buffers_of(const Group& group, int64_t ranks) const {
+    return ranks == 1 ? 0 : group.part * (ranks + 1) * compute_;
   }
   /// Of a block that is gathered ahead in backward.
   int64_t gather_buffers() const {
-    return options_.reshard_after_forward && model_.layers > 1 ? buffers_of(block_) : 0;
+    if (!reshards() || model_.layers == 1) return 0;
+    return buffers_of(kept_, keeps_parts() ? options_.reshard_to : options_.shard);
+  }
+  int64_t kept_parts(int64_t blocks) const {
+    return keeps_parts() ? blocks * kept_.part * compute_ : 0;
   }
 
   // Gradients.
-  int64_t reduced(const Group& group) const {
-    return group.part * (alone() ? compute_ : kShardBytes);
-  }
+  int64_t reduced(const Group& group) const { return group.part * kShardBytes; }
   int64_t reduce_input(const Group& group) const {
     if (alone()) return 0;
     const int64_t copies = options_.backend == "gloo" && options_.shard > 1 ? 2 : 1;
@@ -110,7 +117,17 @@ class Planner {
     const int64_t feed_forward = 4 * model_.ffn * compute_;
     return tokens() * (2 * norm_saved() + attention + feed_forward);
   }
-  int64_t all_saved() const { return model_.layers * block_saved() + tokens() * norm_saved(); }
+  int64_t block_input() const { return tokens() * model_.dim * compute_; }
+  /// Of blocks whose backward is still to come.
+  int64_t blocks_saved(int64_t blocks) const {
+    return blocks * (options_.checkpoint ? block_input() : block_saved());
+  }
+  /// Of the block that backward is in: what was kept of it, and what is computed again.
+  int64_t block_in_use() const {
+    // The first norm keeps the input itself, if that is in fp32.
+    return block_saved() + (options_.checkpoint && compute_ < 4 ? block_input() : 0);
+  }
+  int64_t all_saved() const { return blocks_saved(model_.layers) + tokens() * norm_saved(); }
   int64_t logits(int64_t element) const { return tokens() * model_.vocab * element; }
 
   Moment between_steps() const { return moment("between steps"); }
@@ -119,7 +136,7 @@ class Planner {
   Moment root_gather() const {
     Moment at = moment("gather of the root");
     at.gathered = root_.whole * compute_;
-    at.gather_buffers = buffers_of(root_);
+    at.gather_buffers = buffers_of(root_, options_.shard);
     return at;
   }
 
@@ -127,6 +144,7 @@ class Planner {
   Moment loss() const {
     Moment at = moment("loss");
     at.gathered = gathered();
+    at.kept_parts = kept_parts(model_.layers - 1);
     at.activations = all_saved() + 3 * logits(4);
     return at;
   }
@@ -135,6 +153,7 @@ class Planner {
     Moment at = moment("backward of the head");
     at.gathered = gathered();
     at.gather_buffers = gather_buffers();
+    at.kept_parts = kept_parts(model_.layers - 1);
     at.whole_gradients = model_.vocab * model_.dim * compute_;
     at.activations = all_saved() + logits(4) + (compute_ < 4 ? logits(compute_) : 0);
     return at;
@@ -155,6 +174,7 @@ class Planner {
     Moment at = moment("backward of the blocks");
     at.gathered = gathered();
     at.gather_buffers = left > 0 ? gather_buffers() : 0;
+    at.kept_parts = kept_parts(left);
     at.gradients = (model_.layers - 1 - left) * reduced(block_);
     at.whole_gradients = (model_.vocab * model_.dim + block_.whole) * compute_;
     return at;
@@ -163,14 +183,14 @@ class Planner {
   Moment in_block(int64_t left) const {
     Moment at = after_blocks(left);
     if (left < model_.layers - 1) at.reduce_buffers = reduce_input(block_);
-    at.activations = (left + 1) * block_saved() + tokens() * 4 * model_.dim * compute_;
+    at.activations = blocks_saved(left) + block_in_use() + tokens() * 4 * model_.dim * compute_;
     return at;
   }
   Moment block_reduced(int64_t left) const {
     Moment at = after_blocks(left);
     at.gradients += alone() ? 0 : reduced(block_);
     at.reduce_buffers = reduce_input(block_);
-    at.activations = left * block_saved() + tokens() * 2 * model_.dim * compute_;
+    at.activations = blocks_saved(left) + tokens() * 2 * model_.dim * compute_;
     return at;
   }
 
@@ -186,22 +206,26 @@ class Planner {
   Moment optimizer_step() const {
     Moment at = moment("optimizer step");
     at.gradients = model_.layers * reduced(block_) + reduced(root_);
-    at.activations =
-        optimizer_temporaries() * std::max(block_.largest_part, root_.largest_part) * kShardBytes;
+    const int64_t largest = std::max(block_.largest_part, root_.largest_part) * kShardBytes;
+    if (options_.nvme_moments) {
+      at.optimizer = 2 * moments_a_parameter() * largest;  // one parameter's, and the next one's
+    } else {
+      at.activations = optimizer_temporaries() * largest;
+    }
     return at;
   }
   int64_t optimizer_temporaries() const { return options_.optimizer.starts_with("adam") ? 2 : 1; }
 
   const PlanOptions& options_;
   const LlamaConfig& model_;
-  const Group block_, root_;
+  const Group block_, kept_, root_;
   const int64_t compute_, reduce_;
 };
 
 }  // namespace
 
 int64_t Moment::total() const {
-  return shards + gradients + optimizer + gathered + gather_buffers + whole_gradients +
+  return shards + gradients + optimizer + gathered + gather_buffers + kept_parts + whole_gradients +
          reduce_buffers + activations;
 }
 
@@ -216,6 +240,12 @@ void check(const PlanOptions& options) {
   for (const auto& [name, value] : counts) {
     TORCH_CHECK_VALUE(value >= 1, name, " must be at least 1, got ", value);
   }
+  TORCH_CHECK_VALUE(options.reshard_to >= 0 &&
+                        (options.reshard_to == 0 || options.shard % options.reshard_to == 0),
+                    "--reshard-to ", options.reshard_to, " does not divide the number of shards, ",
+                    options.shard);
+  TORCH_CHECK_VALUE(!options.nvme_moments || options.optimizer == "adamw",
+                    "--nvme-moments is for --optimizer adamw, not for ", options.optimizer);
   TORCH_CHECK_VALUE(options.backend == "gloo" || options.backend == "nccl", "there is no backend '",
                     options.backend, "': use gloo or nccl");
   const std::vector<std::string> optimizers = {"adamw", "adam", "momentum", "sgd"};

@@ -19,16 +19,22 @@ struct PlanOptions {
   std::string param_dtype = "fp32", reduce_dtype = "fp32";
   std::string optimizer = "adamw";  // or adam, momentum, sgd
   bool reshard_after_forward = true;
+  int64_t reshard_to = 0;        // ranks that share a block between forward and backward; 0: all
+  bool checkpoint = false;       // blocks run again in backward
   bool offload = false;          // shards, their gradients and the optimizer's state in host memory
+  bool nvme_moments = false;     // the optimizer's state in files (optim::AdamW)
   std::string backend = "gloo";  // which reduces a copy of what it is given; or nccl
 };
 
 /// Bytes that are alive at one moment of a step, on the rank that holds the most.
 struct Moment {
   std::string name;
+  /// Of moments in files, the pages that are in use and read ahead.
   int64_t shards = 0, gradients = 0, optimizer = 0;
   /// Whole parameters, and the buffers of the gather that is on its way.
   int64_t gathered = 0, gather_buffers = 0;
+  /// What reshard_to leaves of blocks between their forward and their backward.
+  int64_t kept_parts = 0;
   /// Whole gradients, and the buffers of the reduction that is on its way.
   int64_t whole_gradients = 0, reduce_buffers = 0;
   /// An estimate: what the decoder's ops save for backward, and the largest temporaries.

@@ -17,6 +17,7 @@ constexpr Row kRows[] = {
     {"optimizer state", "optimizer", &Moment::optimizer},
     {"gathered parameters", "gathered", &Moment::gathered},
     {"gather buffers", "gather_buffers", &Moment::gather_buffers},
+    {"parts kept after forward", "kept_parts", &Moment::kept_parts},
     {"whole gradients", "whole_gradients", &Moment::whole_gradients},
     {"reduce buffers", "reduce_buffers", &Moment::reduce_buffers},
     {"activations, temporaries (estimate)", "activations_estimate", &Moment::activations},
