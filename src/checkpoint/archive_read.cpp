@@ -16,8 +16,8 @@ constexpr uint32_t kEndMagic = 0x06054b50, kEnd64Magic = 0x06064b50, kLocatorMag
                    kEntryMagic = 0x02014b50, kLocalMagic = 0x04034b50;
 constexpr uint64_t kEndSize = 22, kEnd64Size = 56, kLocatorSize = 20, kEntrySize = 46,
                    kLocalSize = 30;
-constexpr uint64_t kMostRecords = 100'000, kLargestDirectory = uint64_t{16} << 20,
-                   kLargestPickle = uint64_t{1} << 30;
+constexpr uint64_t kMostRecords = 100'000, kLargestDirectory = uint64_t{16} * 1024 * 1024,
+                   kLargestPickle = uint64_t{1024} * 1024 * 1024;
 
 template <class T>
 T field(const std::string& bytes, uint64_t at) {
@@ -72,7 +72,7 @@ Directory find_directory(const Item& item) {
 /// The values that a directory entry keeps in its zip64 field because they need more than 32 bits.
 void read_zip64(const Item& item, const std::string& extra, uint64_t& size, uint64_t& packed,
                 uint64_t& offset) {
-  constexpr uint64_t kElsewhere = 0xffffffff;
+  constexpr uint64_t elsewhere = 0xffffffff;
   uint64_t at = 0;
   while (at + 4 <= extra.size()) {
     const uint64_t end = at + 4 + field<uint16_t>(extra, at + 2);
@@ -80,7 +80,7 @@ void read_zip64(const Item& item, const std::string& extra, uint64_t& size, uint
     if (field<uint16_t>(extra, at) == 1) {
       at += 4;
       for (uint64_t* value : {&size, &packed, &offset}) {
-        if (*value != kElsewhere) continue;
+        if (*value != elsewhere) continue;
         item.check(at + 8 <= end, "a zip64 field is cut short");
         *value = field<uint64_t>(extra, at);
         at += 8;
@@ -211,18 +211,18 @@ StoredTensor parse_tensor(const Item& item, const Contents& contents, const pick
   StoredTensor tensor;
   std::optional<torch::ScalarType> dtype;
   if (typed) {
-    constexpr std::string_view kModule = "torch ";
-    if (storage.text.starts_with(kModule)) {
-      dtype = dtype_of_storage(storage.text.substr(kModule.size()));
+    constexpr std::string_view module = "torch ";
+    if (storage.text.starts_with(module)) {
+      dtype = dtype_of_storage(storage.text.substr(module.size()));
     }
   } else {
     const pickle::Node& named = tree.item(arguments, 6);
-    constexpr std::string_view kModule = "torch ";
-    if (named.kind == Kind::kGlobal && named.text.starts_with(kModule)) {
-      dtype = dtype_named(named.text.substr(kModule.size()));
+    constexpr std::string_view module = "torch ";
+    if (named.kind == Kind::kGlobal && named.text.starts_with(module)) {
+      dtype = dtype_named(named.text.substr(module.size()));
     }
   }
-  item.check(dtype.has_value(), "its tensor has an unknown dtype");
+  if (!dtype) item.fail("its tensor has an unknown dtype");
   tensor.dtype = *dtype;
   tensor.sizes = integers(item, tree, tree.item(arguments, 2));
   tensor.strides = integers(item, tree, tree.item(arguments, 3));

@@ -57,8 +57,9 @@ int thread_count(int asked, const Exchange& exchange) {
   if (asked > 0) return asked;
   const int cores = static_cast<int>(std::thread::hardware_concurrency());
   const char* local = std::getenv("LOCAL_WORLD_SIZE");
-  const int ranks = local == nullptr ? exchange.size() : std::max(1, std::atoi(local));
-  return std::clamp(cores / ranks, 1, 4);
+  const auto ranks = local == nullptr ? int64_t{exchange.size()}
+                                      : std::max<int64_t>(1, std::strtoll(local, nullptr, 10));
+  return static_cast<int>(std::clamp<int64_t>(cores / ranks, 1, 4));
 }
 
 void in_threads(const std::vector<std::function<void()>>& jobs) {

@@ -13,8 +13,8 @@
 namespace fsdp2::files {
 namespace {
 
-constexpr uint64_t kCollected = uint64_t{1} << 20;
-constexpr uint64_t kAtOnce = uint64_t{1} << 26;  // the system takes no more than 2 GiB
+constexpr uint64_t kCollected = uint64_t{1024} * 1024;
+constexpr uint64_t kAtOnce = uint64_t{64} * 1024 * 1024;  // the system takes no more than 2 GiB
 
 [[noreturn]] void fail(const char* doing, const std::string& path) {
   const int error = errno;

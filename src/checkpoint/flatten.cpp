@@ -79,7 +79,7 @@ std::vector<Leaf> flatten(StateDict& state, bool whole_lists) {
 }
 
 void set_at(Value& root, const std::vector<PathPart>& path, Value value) {
-  constexpr int64_t kLongestList = 1'000'000;
+  constexpr int64_t longest_list = 1'000'000;
   Value* at = &root;
   for (const PathPart& part : path) {
     if (const auto* name = std::get_if<std::string>(&part)) {
@@ -88,7 +88,7 @@ void set_at(Value& root, const std::vector<PathPart>& path, Value value) {
       continue;
     }
     const int64_t index = std::get<int64_t>(part);
-    TORCH_CHECK_VALUE(index < kLongestList, joined(path), " is at an implausible place of a list");
+    TORCH_CHECK_VALUE(index < longest_list, joined(path), " is at an implausible place of a list");
     if (at->is_none()) *at = List();
     TORCH_CHECK_VALUE(at->is<List>(), joined(path), " lies below ", at->kind());
     auto& items = const_cast<std::vector<Value>&>(at->items());

@@ -15,6 +15,7 @@ namespace {
 
 std::vector<std::string> keys_of(const Metadata& metadata) {
   std::vector<std::string> keys;
+  keys.reserve(metadata.entries.size());
   for (const StoredEntry& entry : metadata.entries) keys.push_back(entry.key);
   return keys;
 }
@@ -39,7 +40,7 @@ class StandIns {
     }
     if (!value.is_dict()) return;
     for (auto& [name, item] : value.dict()) {
-      replace(item, key + "." + name);
+      replace(item, c10::str(key, '.', name));
     }
   }
   void hand_out() const {

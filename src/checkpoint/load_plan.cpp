@@ -28,11 +28,11 @@ void check_item(const files::ReadFile& file, const Place& place, const Checksums
   const auto known = checksums.items.find({place.file, place.offset});
   TORCH_CHECK(known != checksums.items.end(), file.path(), ": there is no checksum of the item at ",
               place.offset);
-  constexpr uint64_t kAtOnce = uint64_t{8} << 20;
-  std::string buffer(std::min(place.length, kAtOnce), '\0');
+  constexpr uint64_t at_once = uint64_t{8} * 1024 * 1024;
+  std::string buffer(std::min(place.length, at_once), '\0');
   files::Digest digest;
   for (uint64_t done = 0; done < place.length;) {
-    const uint64_t count = std::min(kAtOnce, place.length - done);
+    const uint64_t count = std::min(at_once, place.length - done);
     file.read(place.offset + done, buffer.data(), count);
     digest.add(buffer.data(), count);
     done += count;

@@ -46,14 +46,14 @@ struct Piece {
 
 /// Whole rows are read and cut where the wanted runs are too short to be read one by one.
 void add_pieces(const ReadTask& task, int64_t most_bytes, std::vector<Piece>& pieces) {
-  constexpr int64_t kShortRun = int64_t{256} << 10;
+  constexpr int64_t short_run = int64_t{256} * 1024;
   const auto element = static_cast<int64_t>(c10::elementSize(task.stored.dtype));
   const Block wanted = intersection(task.from, task.to);
   const int64_t run = run_length(wanted, task.from);
   Block read = wanted;
   int64_t most = most_bytes / element;
   if (run < wanted.numel()) {
-    if (run * element >= kShortRun) {
+    if (run * element >= short_run) {
       most = std::min(most, run);
     } else {
       read.offsets = task.from.offsets;

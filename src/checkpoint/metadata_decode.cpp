@@ -69,12 +69,12 @@ class Decoder {
   }
 
   const Node& state(const Node& node, std::string_view name) const {
-    constexpr std::string_view kModules[] = {"torch.distributed.checkpoint.metadata ",
-                                             "torch.distributed.checkpoint.filesystem "};
+    constexpr std::string_view modules[] = {"torch.distributed.checkpoint.metadata ",
+                                            "torch.distributed.checkpoint.filesystem "};
     check(node.kind == Kind::kCall, c10::str("a ", name, " is missing"));
     const Node& of = tree_.item(node, 0);
     check(of.kind == Kind::kGlobal &&
-              std::any_of(std::begin(kModules), std::end(kModules),
+              std::any_of(std::begin(modules), std::end(modules),
                           [&](auto module) { return of.text == c10::str(module, name); }),
           c10::str("where a ", name, " should be there is a ",
                    of.kind == Kind::kGlobal ? of.text : "value"));
@@ -106,6 +106,7 @@ class Decoder {
     check((tuple->kind == Kind::kTuple || tuple->kind == Kind::kList) && tuple->items.size() <= 64,
           "a size is not a tuple");
     std::vector<int64_t> values;
+    values.reserve(tuple->items.size());
     for (size_t i = 0; i < tuple->items.size(); ++i) {
       values.push_back(count(tree_.item(*tuple, i)));
     }
@@ -116,12 +117,12 @@ class Decoder {
     const Node& fields = state(properties, "TensorProperties");
     check(fields.kind == Kind::kTuple && !fields.items.empty(), "TensorProperties are malformed");
     const Node& name = tree_.item(fields, 0);
-    constexpr std::string_view kModule = "torch ";
+    constexpr std::string_view module = "torch ";
     std::optional<torch::ScalarType> dtype;
-    if (name.kind == Kind::kGlobal && name.text.starts_with(kModule)) {
-      dtype = dtype_named(name.text.substr(kModule.size()));
+    if (name.kind == Kind::kGlobal && name.text.starts_with(module)) {
+      dtype = dtype_named(name.text.substr(module.size()));
     }
-    check(dtype.has_value(), c10::str(key, " has an unknown dtype"));
+    if (!dtype) throw Malformed(c10::str(key, " has an unknown dtype"));
     return *dtype;
   }
 

@@ -31,17 +31,17 @@ bool is_tail(const std::string& name, const std::string& tail) {
 }  // namespace
 
 std::string near_names(const std::string& name, const std::vector<std::string>& names) {
-  constexpr size_t kMost = 3, kLongest = 200, kSearched = 20'000;
-  if (name.size() > kLongest) return "";
+  constexpr size_t most = 3, longest = 200, searched = 20'000;
+  if (name.size() > longest) return "";
   std::vector<std::pair<size_t, const std::string*>> near;
   std::unordered_set<std::string_view> seen;
-  for (size_t i = 0; i < std::min(names.size(), kSearched); ++i) {
+  for (size_t i = 0; i < std::min(names.size(), searched); ++i) {
     const std::string& other = names[i];
     if (!seen.insert(other).second) continue;
     // A prefix too much or too little is the usual mistake.
     if (is_tail(name, other) || is_tail(other, name)) {
       near.emplace_back(0, &other);
-    } else if (other.size() <= kLongest) {
+    } else if (other.size() <= longest) {
       const size_t distance = edit_distance(name, other);
       if (distance <= std::max<size_t>(1, name.size() / 4)) near.emplace_back(distance, &other);
     }
@@ -50,7 +50,7 @@ std::string near_names(const std::string& name, const std::vector<std::string>& 
   std::stable_sort(near.begin(), near.end(),
                    [](const auto& a, const auto& b) { return a.first < b.first; });
   std::string text = "; did you mean ";
-  for (size_t i = 0; i < std::min(near.size(), kMost); ++i) {
+  for (size_t i = 0; i < std::min(near.size(), most); ++i) {
     if (i > 0) text += " or ";
     text += *near[i].second;
   }
@@ -58,12 +58,12 @@ std::string near_names(const std::string& name, const std::vector<std::string>& 
 }
 
 std::string short_list(const std::vector<std::string>& names) {
-  constexpr size_t kMost = 10;
+  constexpr size_t most = 10;
   std::string text;
-  for (size_t i = 0; i < std::min(names.size(), kMost); ++i) {
+  for (size_t i = 0; i < std::min(names.size(), most); ++i) {
     text += (i > 0 ? ", " : "") + names[i];
   }
-  return names.size() > kMost ? c10::str(text, " and ", names.size() - kMost, " more") : text;
+  return names.size() > most ? c10::str(text, " and ", names.size() - most, " more") : text;
 }
 
 }  // namespace fsdp2::dcp

@@ -19,10 +19,10 @@ class ObjectReader {
 
   Value read(const Node& node, int depth = 0) {
     // A pickle may mention one list many times, itself in itself even.
-    constexpr int kDeepest = 100;
-    constexpr int64_t kMostValues = 10'000'000;
-    if (depth > kDeepest) throw Unsupported("a value nested more than 100 deep");
-    if (++values_ > kMostValues) throw Unsupported("more than ten million values");
+    constexpr int deepest = 100;
+    constexpr int64_t most_values = 10'000'000;
+    if (depth > deepest) throw Unsupported("a value nested more than 100 deep");
+    if (++values_ > most_values) throw Unsupported("more than ten million values");
     switch (node.kind) {
       case Kind::kNone:
         return None{};
@@ -75,11 +75,13 @@ class ObjectReader {
     for (size_t i = 0; i < text.text.size(); ++i) {
       const auto first = static_cast<uint8_t>(text.text[i]);
       if (first < 0x80) {
-        bytes += static_cast<char>(first);
+        bytes += text.text[i];
         continue;
       }
-      if ((first & 0xfc) != 0xc0 || ++i == text.text.size()) return std::nullopt;
-      bytes += static_cast<char>((first & 3) << 6 | (static_cast<uint8_t>(text.text[i]) & 0x3f));
+      // The characters up to 255 are a byte of 0xc2 or 0xc3 and one of the lower six bits.
+      if ((first != 0xc2 && first != 0xc3) || ++i == text.text.size()) return std::nullopt;
+      const auto second = static_cast<uint8_t>(text.text[i]);
+      bytes += static_cast<char>(first == 0xc2 ? second : second + 0x40);
     }
     return bytes;
   }
@@ -90,6 +92,7 @@ class ObjectReader {
   }
   std::vector<Value> items(const Node& node, int depth) {
     std::vector<Value> values;
+    values.reserve(node.items.size());
     for (size_t i = 0; i < node.items.size(); ++i) {
       values.push_back(read(tree_.item(node, i), depth + 1));
     }

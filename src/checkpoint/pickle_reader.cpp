@@ -40,7 +40,8 @@ class Tree::Machine {
   template <class T>
   T little() {
     T value;
-    std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
+    const std::string_view bytes = take(sizeof(T));
+    std::memcpy(&value, bytes.begin(), sizeof(T));
     return value;
   }
   std::string_view line() {
@@ -122,8 +123,8 @@ class Tree::Machine {
     if (count > 8) throw Unsupported("an integer of more than 64 bits");
     int64_t value = count > 0 && static_cast<int8_t>(digits.back()) < 0 ? -1 : 0;
     for (size_t i = count; i-- > 0;) {
-      value =
-          static_cast<int64_t>(static_cast<uint64_t>(value) << 8 | static_cast<uint8_t>(digits[i]));
+      value = static_cast<int64_t>(static_cast<uint64_t>(value) * 256 +
+                                   static_cast<uint8_t>(digits[i]));
     }
     push_integer(value);
   }
@@ -261,8 +262,8 @@ class Tree::Machine {
 };
 
 Tree::Tree(std::string_view bytes) {
-  constexpr size_t kLongest = size_t{1} << 31;
-  if (bytes.size() > kLongest) throw Unsupported("a pickle of more than 2 GiB");
+  constexpr size_t longest = size_t{2} * 1024 * 1024 * 1024;
+  if (bytes.size() > longest) throw Unsupported("a pickle of more than 2 GiB");
   root_ = Machine(bytes, nodes_, names_).run();
 }
 

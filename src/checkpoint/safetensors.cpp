@@ -256,6 +256,7 @@ void save(const std::string& path,
           const std::vector<std::pair<std::string, torch::Tensor>>& tensors,
           const Metadata& metadata) {
   std::vector<Entry> entries;
+  entries.reserve(tensors.size());
   for (const auto& [name, tensor] : tensors)
     entries.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   Writer writer(path, entries, metadata);

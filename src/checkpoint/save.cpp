@@ -113,12 +113,7 @@ class Background {
  public:
   static Background& instance() {
     static auto* background = [] {
-      std::atexit([] {
-        try {
-          instance().join();
-        } catch (...) {  // the process ends; an unfinished checkpoint is seen to be one
-        }
-      });
+      std::atexit([] { instance().join(); });
       return new Background();
     }();
     return *background;

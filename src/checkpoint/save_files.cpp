@@ -139,6 +139,7 @@ std::vector<Written> write_files(const SaveJob& job, const Exchange& exchange, c
   const auto lists = share(job, exchange.rank());
   std::vector<std::vector<Written>> written(lists.size());
   std::vector<std::function<void()>> jobs;
+  jobs.reserve(lists.size());
   for (size_t i = 0; i < lists.size(); ++i) {
     jobs.emplace_back([&, i] {
       written[i] = write_file(

@@ -64,6 +64,7 @@ uint64_t digest_of_values(const SaveLeaf& leaf) {
 
 std::vector<Claim> claims_of(const std::vector<SaveLeaf>& leaves, bool compare) {
   std::vector<Claim> claims;
+  claims.reserve(leaves.size());
   for (const SaveLeaf& leaf : leaves) {
     claims.push_back({leaf.key, leaf.path, leaf.is_tensor() ? dtype_name(leaf.dtype) : "",
                       leaf.sizes, leaf.block, leaf.sharded, leaf.is_tensor() ? 0 : leaf.bytes(),
@@ -129,7 +130,7 @@ class SavePlanner {
     entry.key = first.key;
     entry.path = first.path;
     entry.is_tensor = !first.dtype.empty();
-    if (entry.is_tensor) entry.dtype = *dtype_named(first.dtype);
+    if (entry.is_tensor) entry.dtype = dtype_named(first.dtype).value();
     entry.sizes = first.sizes;
 
     std::map<Block, std::vector<int>> holders;
@@ -178,8 +179,8 @@ class SavePlanner {
       const int owner = *std::min_element(choice.ranks.begin(), choice.ranks.end(),
                                           [&](int a, int b) { return load(a) < load(b); });
       plan_.owners[choice.entry][choice.block] = owner;
-      constexpr uint64_t kOfAnItem = 1000;  // its archive, roughly
-      load(owner) += choice.bytes + kOfAnItem;
+      constexpr uint64_t of_an_item = 1000;  // its archive, roughly
+      load(owner) += choice.bytes + of_an_item;
     }
   }
   uint64_t& load(int rank) { return load_[static_cast<size_t>(rank)]; }

@@ -16,7 +16,7 @@
 namespace fsdp2::dcp {
 
 /// What is written at once, and as one item, at most.
-constexpr int64_t kPieceBytes = int64_t{1} << 26;
+constexpr int64_t kPieceBytes = int64_t{64} * 1024 * 1024;
 
 /// A leaf of this rank's state.
 struct SaveLeaf {
