@@ -32,6 +32,12 @@ torch::Tensor data_of(const torch::Tensor& tensor) {
   return is_dtensor(tensor) ? dtensor::local_of(tensor) : tensor.detach();
 }
 
+bool is_plain(const torch::Tensor& tensor) {
+  const auto backend = tensor.unsafeGetTensorImpl()->key_set().highestBackendKey();
+  return (backend == c10::BackendComponent::CPUBit || backend == c10::BackendComponent::CUDABit) &&
+         !tensor.is_conj() && !tensor.is_neg();
+}
+
 std::vector<Block> split(const Block& block, int64_t elements) {
   const auto outermost =
       std::find_if(block.sizes.begin(), block.sizes.end(), [](int64_t size) { return size > 1; });

@@ -22,6 +22,9 @@ Block block_of(const torch::Tensor& tensor);
 /// The tensor that holds these elements: the local part of a DTensor, else the tensor itself.
 torch::Tensor data_of(const torch::Tensor& tensor);
 
+/// Whether its bytes may be read and written as they are, without asking anyone.
+bool is_plain(const torch::Tensor& tensor);
+
 /// `block` in pieces of at most `elements`, contiguous in a row-major block; at least one.
 std::vector<Block> split(const Block& block, int64_t elements);
 /// Where both are; empty (numel 0) where they are apart.

@@ -68,14 +68,6 @@ void add_pieces(const ReadTask& task, int64_t most_bytes, std::vector<Piece>& pi
   }
 }
 
-/// Bytes may be put there without asking anyone.
-bool is_plain_memory(const torch::Tensor& tensor) {
-  return tensor.device().is_cpu() && tensor.is_contiguous() && !tensor.is_conj() &&
-         !tensor.is_neg() &&
-         tensor.unsafeGetTensorImpl()->key_set().highestBackendKey() ==
-             c10::BackendComponent::CPUBit;
-}
-
 void read(const Piece& piece) {
   const ReadTask& task = *piece.task;
   const auto element = static_cast<uint64_t>(c10::elementSize(task.stored.dtype));
@@ -86,7 +78,7 @@ void read(const Piece& piece) {
   const uint64_t bytes = static_cast<uint64_t>(piece.block.numel()) * element;
   torch::Tensor target = view_of(task.data, task.to, piece.wanted);
   if (piece.block == piece.wanted && target.scalar_type() == task.stored.dtype &&
-      is_plain_memory(target)) {
+      target.device().is_cpu() && target.is_contiguous() && is_plain(target)) {
     task.file->read(start, target.mutable_data_ptr(), bytes);
     return;
   }

@@ -38,6 +38,8 @@ SaveLeaf tensor_leaf(const torch::Tensor& tensor, const Exchange& exchange) {
   if (leaf.sharded) check_mesh(tensor, exchange);
   leaf.block = block_of(tensor);
   leaf.data = data_of(tensor);
+  // A wrapped module's own parameter gathers itself when it is read, which is for this thread only.
+  if (!is_plain(leaf.data)) leaf.data = leaf.data.clone();
   TORCH_CHECK_VALUE(!leaf.data.is_meta(),
                     "it is on the meta device, without values: to_empty() and initialise first");
   leaf.dtype = tensor.scalar_type();

@@ -130,7 +130,7 @@ class SavePlanner {
     entry.key = first.key;
     entry.path = first.path;
     entry.is_tensor = !first.dtype.empty();
-    if (entry.is_tensor) entry.dtype = dtype_named(first.dtype).value();
+    if (const auto dtype = dtype_named(first.dtype)) entry.dtype = *dtype;
     entry.sizes = first.sizes;
 
     std::map<Block, std::vector<int>> holders;

@@ -122,6 +122,19 @@ TEST(Durability, WheneverItIsKilledTheNewestCheckpointLoadsWhole) {
   EXPECT_EQ(files_in(path).size(), 3U) << "what the killed saves left is gone";
 }
 
+TEST(Durability, ADiskThatIsNotSharedIsSeen) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](int rank) {
+    // Two folders stand for one path on the disks of two hosts.
+    const std::string path = folder.path(rank == 0 ? "a" : "b");
+    StateDict state = {{"w", sharded(torch::ones({6}))}};
+    EXPECT_THAT(error_of([&] { dcp::save(state, path); }),
+                AllOf(HasSubstr("rank 1 on host"), HasSubstr("does not see it"),
+                      HasSubstr("a disk that all hosts share")));
+    EXPECT_FALSE(fs::exists(fs::path(path) / ".metadata"));
+  });
+}
+
 TEST(Durability, ResumingTakesTheNewestCompleteCheckpoint) {
   const TemporaryFolder folder;
   on_ranks(2, [&](int rank) {

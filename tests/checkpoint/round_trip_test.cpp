@@ -1,5 +1,6 @@
 // What is saved comes back, from any number of ranks and layout into any other.
 
+#include "support/counting_allocator.h"
 #include "support/ranks.h"
 #include "support/temporary_folder.h"
 #include "support/tensors.h"
@@ -16,6 +17,7 @@ namespace {
 
 using dcp::StateDict;
 using dcp::Value;
+using fsdp2::testing::CountingAllocator;
 using fsdp2::testing::on_ranks;
 using fsdp2::testing::TemporaryFolder;
 
@@ -228,6 +230,25 @@ TEST(RoundTrip, LargeTensorsAreSplitAndStridesKept) {
   for (const auto& entry : dcp::read_metadata(folder.path("c")).entries) {
     for (const auto& chunk : entry.chunks) EXPECT_LE(chunk.place.length, (64U << 20) + 4096);
   }
+}
+
+TEST(RoundTrip, NeedsTwoBuffersBesideTheState) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](int) {
+    CountingAllocator& allocator = CountingAllocator::install();
+    const DeviceMesh mesh = mesh_of({2});
+    const auto state_with = [&](int64_t dim) {
+      return StateDict{{"w", chunk_tensor(torch::ones({6000, 8000}), mesh, {Shard(dim)})}};
+    };
+    StateDict by_columns = state_with(1), by_rows = state_with(0);  // 192 MB, as 96 MB a rank
+    const size_t before = allocator.live_bytes();
+    size_t peak = before;
+    allocator.on_allocate = [&] { peak = std::max(peak, allocator.live_bytes()); };
+    dcp::save(by_columns, folder.path("c"), {.threads = 1});
+    dcp::load(by_rows, folder.path("c"), {.threads = 1});
+    allocator.on_allocate = nullptr;
+    EXPECT_LE(peak - before, size_t{2} * 64 * 1024 * 1024 + 1'000'000);
+  });
 }
 
 /// One process without any group, of what four ranks saved; lists that grew.

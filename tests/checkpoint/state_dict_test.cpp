@@ -270,6 +270,26 @@ TEST(StateDicts, GettersChangeNothingAndNamesArePythons) {
   });
 }
 
+TEST(StateDicts, AModulesOwnMembersAreSavedWhole) {
+  const TemporaryFolder folder;
+  on_ranks(2, [&](int) {
+    const auto net = std::make_shared<Net>();
+    fully_shard(net);
+    const torch::Tensor values = full(net->named_parameters()["0.weight"]).clone();
+    for (const bool async : {false, true}) {
+      const StateDict state = {{"w", net->linear->weight}};
+      const std::string path = folder.path(async ? "async" : "sync");
+      if (async) {
+        dcp::async_save(state, path).wait();
+      } else {
+        dcp::save(state, path, {.threads = 2});
+      }
+      EXPECT_TRUE(torch::equal(dcp::load_one(path, "w").to_tensor(), values));
+    }
+    dcp::finish_async_saves();
+  });
+}
+
 TEST(StateDicts, UnknownOptionsOfAGroupAreKept) {
   Net net;
   torch::optim::AdamW optimizer(net.parameters(), torch::optim::AdamWOptions(0.1));
