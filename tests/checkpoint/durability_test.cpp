@@ -2,6 +2,7 @@
 
 #include "support/command.h"
 #include "support/errors.h"
+#include "support/fuzz.h"
 #include "support/ranks.h"
 #include "support/temporary_folder.h"
 
@@ -12,7 +13,6 @@
 #include <filesystem>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <random>
 #include <set>
 #include <signal.h>
 #include <sys/resource.h>
@@ -98,14 +98,14 @@ TEST(Durability, ASaveThatFailsLeavesTheOlderCheckpoint) {
 TEST(Durability, WheneverItIsKilledTheNewestCheckpointLoadsWhole) {
   const TemporaryFolder folder;
   const std::string path = folder.path("d1");
-  std::mt19937 random(7);
+  fsdp2::testing::Dice dice(fsdp2::testing::first_seed());
   int64_t newest = 0;
   for (int round = 0; round < 20; ++round) {
     const pid_t child = fork();
     if (child == 0) save_forever(path);
     // At least one save is complete before the first kill.
     while (newest == 0 && !fs::exists(fs::path(path) / ".metadata")) std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 30'000));
+    std::this_thread::sleep_for(std::chrono::microseconds(dice.upto(30'000)));
     kill(child, SIGKILL);
     waitpid(child, nullptr, 0);
 

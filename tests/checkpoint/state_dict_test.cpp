@@ -24,7 +24,6 @@ using fsdp2::testing::TemporaryFolder;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 // --- frozen parameters and partial state
 // ----------------------------------------------------------

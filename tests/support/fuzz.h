@@ -12,13 +12,13 @@ namespace fsdp2::testing {
 /// 0 in an ordinary run.
 inline std::chrono::seconds fuzz_time() {
   const char* text = std::getenv("FSDP2_FUZZ_SECONDS");
-  return std::chrono::seconds(text ? std::atoi(text) : 0);
+  return std::chrono::seconds(text ? std::strtol(text, nullptr, 10) : 0);
 }
 
 /// FSDP2_FUZZ_SEED if set (to repeat a failure); else fixed in an ordinary run, new in a long one.
 inline unsigned first_seed() {
   if (const char* text = std::getenv("FSDP2_FUZZ_SEED"))
-    return static_cast<unsigned>(std::atoi(text));
+    return static_cast<unsigned>(std::strtoul(text, nullptr, 10));
   return fuzz_time().count() > 0 ? std::random_device{}() % 1000000 : 1;
 }
 
