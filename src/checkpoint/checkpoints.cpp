@@ -43,6 +43,13 @@ std::vector<int64_t> steps_in(const fs::path& root, bool complete) {
   return steps;
 }
 
+/// The steps of all complete ones but the newest `keep`.
+std::vector<int64_t> older_than(const fs::path& root, int keep) {
+  std::vector<int64_t> steps = steps_in(root, true);
+  steps.resize(steps.size() - std::min(steps.size(), static_cast<size_t>(keep)));
+  return steps;
+}
+
 void point_at(const fs::path& root, const std::string& name) {
   const fs::path temporary = root / (std::string(kLatest) + ".tmp");
   fs::remove(temporary);
@@ -81,9 +88,8 @@ std::vector<std::string> Checkpoints::prune(int keep) const {
   TORCH_CHECK_VALUE(keep >= 1, "prune keeps at least one checkpoint, got ", keep);
   std::vector<std::string> gone;
   const std::string newest = latest().value_or("");
-  const auto complete = steps();
-  for (size_t i = 0; i + static_cast<size_t>(keep) < complete.size(); ++i) {
-    if (folder_of(complete[i]) != newest) gone.push_back(folder_of(complete[i]));
+  for (const int64_t step : older_than(root_, keep)) {
+    if (folder_of(step) != newest) gone.push_back(folder_of(step));
   }
   for (const int64_t step : steps_in(root_, false)) gone.push_back(folder_of(step));
   for (const std::string& folder : gone) remove_checkpoint(folder);
@@ -95,9 +101,8 @@ SaveOptions Checkpoints::with_link(const SaveOptions& options, int64_t step) con
   with.on_complete = [*this, step, next = options.on_complete] {
     point_at(root_, fs::path(folder_of(step)).filename().string());
     if (keep_last_ > 0) {
-      const auto complete = steps();
-      for (size_t i = 0; i + static_cast<size_t>(keep_last_) < complete.size(); ++i) {
-        if (complete[i] != step) remove_checkpoint(folder_of(complete[i]));
+      for (const int64_t old : older_than(root_, keep_last_)) {
+        if (old != step) remove_checkpoint(folder_of(old));
       }
     }
     if (next) next();

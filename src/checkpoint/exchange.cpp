@@ -1,6 +1,7 @@
 #include "checkpoint/exchange.h"
 
 #include "comm/groups.h"
+#include "comm/rendezvous.h"
 
 #include <fsdp2/collectives.h>
 
@@ -26,10 +27,8 @@ std::vector<std::string> Exchange::all(const std::function<std::string()>& body)
   std::string message;
   try {
     message = "+" + body();
-  } catch (const c10::Error& error) {
-    message = std::string("-") + error.what_without_backtrace();
   } catch (const std::exception& error) {
-    message = std::string("-") + error.what();
+    message = "-" + comm::plain_message(error);
   }
   std::vector<std::string> messages =
       size_ == 1 ? std::vector{message} : all_gather_bytes(message, group_);

@@ -90,25 +90,24 @@ LoadReport load(StateDict& state, const std::string& folder, const LoadOptions& 
 }
 
 StateDict load_everything(const std::string& folder) {
-  LoadOptions options;
-  const Metadata metadata = read_metadata(folder);
+  Metadata metadata = read_metadata(folder);
   StateDict state;
   for (const StoredEntry& entry : metadata.entries) {
     const bool nested = !entry.path.empty() && std::holds_alternative<std::string>(entry.path[0]);
     state[nested ? std::get<std::string>(entry.path[0]) : entry.key];
   }
-  LoadPlan plan = plan_load(state, folder, options);
+  LoadPlan plan = plan_load(state, folder, std::move(metadata), {});
   run(plan.tasks, 1);
   for (auto& [to, value] : plan.values) *to = std::move(value);
   return state;
 }
 
 Value load_one(const std::string& folder, const std::string& key) {
-  const Metadata metadata = read_metadata(folder);
+  Metadata metadata = read_metadata(folder);
   TORCH_CHECK_VALUE(metadata.find(key) != nullptr, folder, " has no ", key,
                     near_names(key, keys_of(metadata)));
   StateDict state = {{key, None{}}};
-  LoadPlan plan = plan_load(state, folder, {});
+  LoadPlan plan = plan_load(state, folder, std::move(metadata), {});
   run(plan.tasks, 1);
   return std::move(plan.values.at(0).value);
 }

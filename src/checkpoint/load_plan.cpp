@@ -45,8 +45,9 @@ namespace {
 
 class LoadPlanner {
  public:
-  LoadPlanner(const std::string& folder, const LoadOptions& options) : options_(options) {
-    plan_.metadata = read_metadata(folder);
+  LoadPlanner(const std::string& folder, Metadata metadata, const LoadOptions& options)
+      : options_(options) {
+    plan_.metadata = std::move(metadata);
     plan_.files = std::make_unique<OpenFiles>(folder);
     if (options.verify) {
       checksums_ = read_checksums(folder, plan_.metadata);
@@ -187,7 +188,12 @@ class LoadPlanner {
 }  // namespace
 
 LoadPlan plan_load(StateDict& state, const std::string& folder, const LoadOptions& options) {
-  return LoadPlanner(folder, options).run(state);
+  return plan_load(state, folder, read_metadata(folder), options);
+}
+
+LoadPlan plan_load(StateDict& state, const std::string& folder, Metadata metadata,
+                   const LoadOptions& options) {
+  return LoadPlanner(folder, std::move(metadata), options).run(state);
 }
 
 }  // namespace fsdp2::dcp

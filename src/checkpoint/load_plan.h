@@ -56,6 +56,9 @@ struct LoadPlan {
 /// Reads the metadata and every item's header. Local; throws on whatever is wrong. Missing keys are
 /// left to the caller.
 LoadPlan plan_load(StateDict& state, const std::string& folder, const LoadOptions& options);
+/// With the folder's metadata, if it has been read already.
+LoadPlan plan_load(StateDict& state, const std::string& folder, Metadata metadata,
+                   const LoadOptions& options);
 
 /// Runs the tasks. Thread-safe files; `threads` at once.
 void run(const std::vector<ReadTask>& tasks, int threads);

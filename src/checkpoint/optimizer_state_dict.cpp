@@ -1,5 +1,6 @@
 #include "checkpoint/flatten.h"
 #include "checkpoint/group_options.h"
+#include "checkpoint/json_bytes.h"
 #include "checkpoint/near_names.h"
 #include "checkpoint/objects.h"
 #include "checkpoint/optimizer_fields.h"
@@ -11,7 +12,6 @@
 
 #include <algorithm>
 #include <map>
-#include <nlohmann/json.hpp>
 
 namespace fsdp2 {
 namespace {
@@ -163,20 +163,16 @@ StateDict receive(StateDict state, const std::vector<NamedGroup>& groups, const 
     check(state);
     Json items = Json::array();
     for (const dcp::Leaf& leaf : dcp::flatten(state)) {
-      Json path = Json::array();
-      for (const auto& part : leaf.path) {
-        std::visit([&](const auto& value) { path.push_back(value); }, part);
-      }
       if (leaf.value->is_tensor()) {
         const torch::Tensor tensor = tensors[leaf.path] = leaf.value->to_tensor();
-        items.push_back({path, static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()});
+        items.push_back({dcp::json_of(leaf.path), static_cast<int>(tensor.scalar_type()),
+                         tensor.sizes().vec()});
       } else {
         const std::string bytes = dcp::to_pickle(*leaf.value);
-        items.push_back({path, Json::binary({bytes.begin(), bytes.end()})});
+        items.push_back({dcp::json_of(leaf.path), Json::binary({bytes.begin(), bytes.end()})});
       }
     }
-    const auto bytes = Json::to_msgpack(items);
-    return std::string(bytes.begin(), bytes.end());
+    return dcp::to_bytes(items);
   });
 
   std::map<std::string, torch::Tensor> parameters;
@@ -187,14 +183,7 @@ StateDict receive(StateDict state, const std::vector<NamedGroup>& groups, const 
   }
   Value received = StateDict{{kState, StateDict()}, {kGroups, List()}};
   for (const Json& item : Json::from_msgpack(answers[0])) {
-    std::vector<dcp::PathPart> path;
-    for (const Json& part : item[0]) {
-      if (part.is_string()) {
-        path.emplace_back(part.get<std::string>());
-      } else {
-        path.emplace_back(part.get<int64_t>());
-      }
-    }
+    const std::vector<dcp::PathPart> path = dcp::path_of(item[0]);
     Value value;
     if (item[1].is_binary()) {
       const auto& bytes = item[1].get_binary();

@@ -2,13 +2,13 @@
 
 #include "checkpoint/digest.h"
 #include "checkpoint/dtypes.h"
+#include "checkpoint/json_bytes.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <numeric>
 #include <unordered_map>
 
@@ -30,23 +30,13 @@ struct Claim {
 };
 
 void to_json(Json& json, const Claim& claim) {
-  Json path = Json::array();
-  for (const PathPart& part : claim.path) {
-    std::visit([&](const auto& value) { path.push_back(value); }, part);
-  }
-  json = {claim.key,         path,          claim.dtype, claim.sizes, claim.block.offsets,
-          claim.block.sizes, claim.sharded, claim.bytes, claim.digest};
+  json = {claim.key,         json_of(claim.path), claim.dtype, claim.sizes, claim.block.offsets,
+          claim.block.sizes, claim.sharded,       claim.bytes, claim.digest};
 }
 
 void from_json(const Json& json, Claim& claim) {
   claim.key = json[0].get<std::string>();
-  for (const Json& part : json[1]) {
-    if (part.is_string()) {
-      claim.path.emplace_back(part.get<std::string>());
-    } else {
-      claim.path.emplace_back(part.get<int64_t>());
-    }
-  }
+  claim.path = path_of(json[1]);
   json[2].get_to(claim.dtype);
   json[3].get_to(claim.sizes);
   json[4].get_to(claim.block.offsets);
@@ -205,11 +195,6 @@ Kept& kept() {
   return *kept;
 }
 
-std::string packed(const Json& json) {
-  const std::vector<uint8_t> bytes = Json::to_msgpack(json);
-  return {bytes.begin(), bytes.end()};
-}
-
 }  // namespace
 
 std::shared_ptr<const SavePlan> plan_save(const std::vector<SaveLeaf>& leaves,
@@ -226,7 +211,7 @@ std::shared_ptr<const SavePlan> plan_save(const std::vector<SaveLeaf>& leaves,
       values.add(&claim.digest, sizeof(claim.digest));
       claim.digest = 0;
     }
-    const std::string bytes = packed(bare);
+    const std::string bytes = to_bytes(bare);
     structure = files::digest_of(bytes.data(), bytes.size());
     const bool known = last.plan && last.structure == structure && last.ranks == exchange.ranks();
     return Json{known ? last.number : -1, values.value()}.dump();
@@ -238,7 +223,7 @@ std::shared_ptr<const SavePlan> plan_save(const std::vector<SaveLeaf>& leaves,
   if (unchanged) return last.plan;
 
   std::vector<std::vector<Claim>> of_ranks;
-  for (const std::string& bytes : exchange.all([&] { return packed(claims); })) {
+  for (const std::string& bytes : exchange.all([&] { return to_bytes(claims); })) {
     of_ranks.push_back(Json::from_msgpack(bytes).get<std::vector<Claim>>());
   }
   last.plan.reset();
@@ -256,11 +241,6 @@ std::shared_ptr<const SavePlan> plan_save(const std::vector<SaveLeaf>& leaves,
     last.plan = plan;
   }
   return plan;
-}
-
-void forget_plans() {
-  const std::lock_guard lock(kept_mutex);
-  kept().plan.reset();
 }
 
 }  // namespace fsdp2::dcp

@@ -45,7 +45,5 @@ struct SavePlan {
 /// Collective.
 std::shared_ptr<const SavePlan> plan_save(const std::vector<SaveLeaf>& leaves,
                                           const Exchange& exchange);
-/// Lets go of plans that are kept for the next save of the same state.
-void forget_plans();
 
 }  // namespace fsdp2::dcp

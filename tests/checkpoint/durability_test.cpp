@@ -4,6 +4,7 @@
 #include "support/errors.h"
 #include "support/fuzz.h"
 #include "support/ranks.h"
+#include "support/shards.h"
 #include "support/temporary_folder.h"
 
 #include <fsdp2/fsdp2.h>
@@ -26,13 +27,11 @@ namespace fs = std::filesystem;
 using dcp::StateDict;
 using fsdp2::testing::error_of;
 using fsdp2::testing::on_ranks;
+using fsdp2::testing::sharded;
 using fsdp2::testing::TemporaryFolder;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-torch::Tensor sharded(const torch::Tensor& tensor) {
-  return chunk_tensor(tensor, init_device_mesh("cpu", {get_world_size()}), {Shard(0)});
-}
 std::set<std::string> files_in(const fs::path& folder) {
   std::set<std::string> names;
   for (const auto& entry : fs::directory_iterator(folder)) names.insert(entry.path().filename());

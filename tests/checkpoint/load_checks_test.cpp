@@ -2,7 +2,9 @@
 
 #include "support/errors.h"
 #include "support/ranks.h"
+#include "support/shards.h"
 #include "support/temporary_folder.h"
+#include "support/training.h"
 
 #include <fsdp2/fsdp2.h>
 
@@ -19,20 +21,16 @@ namespace {
 namespace fs = std::filesystem;
 using dcp::StateDict;
 using fsdp2::testing::error_of;
+using fsdp2::testing::full;
 using fsdp2::testing::on_ranks;
+using fsdp2::testing::sharded;
 using fsdp2::testing::TemporaryFolder;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-torch::Tensor sharded(const torch::Tensor& tensor) {
-  return chunk_tensor(tensor, init_device_mesh("cpu", {get_world_size()}), {Shard(0)});
-}
-torch::Tensor whole(const dcp::Value& value) {
-  const torch::Tensor& tensor = value.to_tensor();
-  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
-}
+torch::Tensor whole(const dcp::Value& value) { return full(value.to_tensor()); }
 bool is_all(const dcp::Value& value, double number) {
   const torch::Tensor tensor = whole(value);
   return torch::equal(tensor, torch::full_like(tensor, number));
@@ -136,7 +134,7 @@ void flip(const fs::path& file, std::streamoff at) {
   stream.seekg(at);
   const char byte = static_cast<char>(stream.get());
   stream.seekp(at);
-  stream.put(static_cast<char>(byte ^ 0x40));
+  stream.put(static_cast<char>(static_cast<uint8_t>(byte) ^ 0x40U));
 }
 
 /// Saves in `folder`, does `damage` to it and says what loading it says. The model keeps its
@@ -144,7 +142,6 @@ void flip(const fs::path& file, std::streamoff at) {
 std::string error_after(const std::function<void(const fs::path&)>& damage, bool verify = false) {
   const TemporaryFolder folder;
   const std::string path = folder.path("d2");
-  std::string message;
   const std::string said = folder.path("said");
   on_ranks(2, [&](int rank) {
     dcp::save({{"w", sharded(torch::full({6}, 2.))}, {"epoch", 3}}, path, {.threads = 1});

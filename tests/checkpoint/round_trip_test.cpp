@@ -3,7 +3,7 @@
 #include "support/counting_allocator.h"
 #include "support/ranks.h"
 #include "support/temporary_folder.h"
-#include "support/tensors.h"
+#include "support/training.h"
 
 #include <fsdp2/fsdp2.h>
 
@@ -18,6 +18,7 @@ namespace {
 using dcp::StateDict;
 using dcp::Value;
 using fsdp2::testing::CountingAllocator;
+using fsdp2::testing::full;
 using fsdp2::testing::on_ranks;
 using fsdp2::testing::TemporaryFolder;
 
@@ -25,11 +26,6 @@ using fsdp2::testing::TemporaryFolder;
 torch::Tensor counting(const std::vector<int64_t>& sizes, torch::ScalarType dtype) {
   const int64_t count = torch::empty(sizes).numel();
   return torch::arange(count, torch::kFloat64).reshape(sizes).to(dtype);
-}
-
-torch::Tensor whole(const torch::Tensor& tensor) {
-  torch::NoGradGuard no_grad;
-  return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
 }
 
 /// Tensors of many sizes, laid out in many ways over `mesh`; `empty` for those to be loaded into.
@@ -76,7 +72,7 @@ void expect_equal(const Value& value, const Value& wanted, const std::string& na
   }
   ASSERT_EQ(value.kind(), wanted.kind()) << name;
   if (!wanted.is_tensor()) return;
-  const torch::Tensor is = whole(value.to_tensor()), should_be = whole(wanted.to_tensor());
+  const torch::Tensor is = full(value.to_tensor()), should_be = full(wanted.to_tensor());
   EXPECT_EQ(is.scalar_type(), should_be.scalar_type()) << name;
   EXPECT_EQ(is.sizes(), should_be.sizes()) << name;
   EXPECT_TRUE(torch::equal(is, should_be)) << name << ": " << is << " instead of " << should_be;
@@ -224,8 +220,8 @@ TEST(RoundTrip, LargeTensorsAreSplitAndStridesKept) {
     StateDict back = {{"large", chunk_tensor(torch::zeros_like(large), mesh, {Shard(0)})},
                       {"t", chunk_tensor(torch::zeros({4, 6}), mesh, {Shard(1)})}};
     dcp::load(back, folder.path("c"), {.threads = 2});
-    EXPECT_TRUE(torch::equal(whole(back["large"].to_tensor()), large));
-    EXPECT_TRUE(torch::equal(whole(back["t"].to_tensor()), transposed));
+    EXPECT_TRUE(torch::equal(full(back["large"].to_tensor()), large));
+    EXPECT_TRUE(torch::equal(full(back["t"].to_tensor()), transposed));
   });
   for (const auto& entry : dcp::read_metadata(folder.path("c")).entries) {
     for (const auto& chunk : entry.chunks)
@@ -327,7 +323,7 @@ TEST(RoundTrip, PartOfTheWorldMaySaveAlone) {
     dcp::save(state, path, {.process_group = mine});
     StateDict back = {{"w", chunk_tensor(torch::zeros({5}), mesh, {Shard(0)})}};
     dcp::load(back, path, {.process_group = mine});
-    EXPECT_TRUE(torch::equal(whole(back["w"].to_tensor()), whole(state["w"].to_tensor())));
+    EXPECT_TRUE(torch::equal(full(back["w"].to_tensor()), full(state["w"].to_tensor())));
   });
 }
 

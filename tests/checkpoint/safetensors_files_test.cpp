@@ -3,6 +3,7 @@
 #include "support/errors.h"
 #include "support/ranks.h"
 #include "support/temporary_folder.h"
+#include "support/training.h"
 
 #include <fsdp2/fsdp2.h>
 
@@ -20,6 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using dcp::StateDict;
 using fsdp2::testing::error_of;
+using fsdp2::testing::full;
 using fsdp2::testing::on_ranks;
 using fsdp2::testing::TemporaryFolder;
 using ::testing::AllOf;
@@ -47,11 +49,7 @@ StateDict state_on(int64_t ranks, bool empty) {
 void expect_filled(const StateDict& state, int64_t ranks) {
   const StateDict wanted = state_on(ranks, false);
   for (const auto& [key, value] : state) {
-    const auto whole = [&](const dcp::Value& of) {
-      const torch::Tensor& tensor = of.to_tensor();
-      return is_dtensor(tensor) ? DTensor(tensor).full_tensor() : tensor;
-    };
-    EXPECT_TRUE(torch::equal(whole(value), whole(wanted.at(key)))) << key;
+    EXPECT_TRUE(torch::equal(full(value.to_tensor()), full(wanted.at(key).to_tensor()))) << key;
   }
 }
 
