@@ -2,7 +2,9 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
@@ -13,8 +15,9 @@
 namespace fsdp2::files {
 namespace {
 
-constexpr uint64_t kCollected = uint64_t{1024} * 1024;
 constexpr uint64_t kAtOnce = uint64_t{64} * 1024 * 1024;  // the system takes no more than 2 GiB
+constexpr uint64_t kBuffer = uint64_t{8} * 1024 * 1024;
+constexpr size_t kPage = 4096;
 
 [[noreturn]] void fail(const char* doing, const std::string& path) {
   const int error = errno;
@@ -63,43 +66,71 @@ WriteFile::WriteFile(std::string path) : path_(std::move(path)) {
 }
 
 WriteFile::~WriteFile() {
+  if (sending_.valid()) sending_.wait();
   if (file_ >= 0) ::close(file_);
 }
 
+void WriteFile::Free::operator()(void* memory) const { std::free(memory); }
+
+WriteFile::Buffer WriteFile::new_buffer() {
+  Buffer buffer(static_cast<char*>(std::aligned_alloc(kPage, kBuffer)));
+  if (!buffer) throw std::bad_alloc();
+  return buffer;
+}
+
 void WriteFile::write(const void* data, uint64_t count) {
+  const char* from = static_cast<const char*>(data);
   size_ += count;
-  if (pending_.size() + count <= kCollected) {
-    pending_.append(static_cast<const char*>(data), count);
-    return;
-  }
-  flush();
-  if (count <= kCollected) {
-    pending_.assign(static_cast<const char*>(data), count);
-  } else {
-    write_through(static_cast<const char*>(data), count);
+  while (count > 0) {
+    if (!buffer_) buffer_ = new_buffer();
+    const uint64_t part = std::min(count, kBuffer - filled_);
+    std::memcpy(buffer_.get() + filled_, from, part);
+    filled_ += part;
+    from += part;
+    count -= part;
+    if (filled_ == kBuffer) send();
   }
 }
 
-void WriteFile::flush() {
-  write_through(pending_.data(), pending_.size());
-  pending_.clear();
+/// Gives a full buffer to the disk; waits for the one before.
+void WriteFile::send() {
+  if (sending_.valid()) {
+    sending_.get();
+  } else {
+    bypass_cache(true);
+    sent_ = new_buffer();
+  }
+  std::swap(buffer_, sent_);
+  filled_ = 0;
+  sending_ = std::async(std::launch::async, [this] { write_through(sent_.get(), kBuffer); });
+}
+
+/// A checkpoint is larger than what is worth caching, and a page of cache that is touched for the
+/// first time costs more than the disk. Not every file system can.
+void WriteFile::bypass_cache(bool bypass) {
+  const int flags = ::fcntl(file_, F_GETFL);
+  direct_ = ::fcntl(file_, F_SETFL, bypass ? flags | O_DIRECT : flags & ~O_DIRECT) == 0 && bypass;
 }
 
 void WriteFile::write_through(const char* data, uint64_t count) {
   while (count > 0) {
     const ssize_t done = ::write(file_, data, std::min(count, kAtOnce));
     if (done < 0 && errno == EINTR) continue;
+    if (done < 0 && errno == EINVAL && direct_) {
+      bypass_cache(false);
+      continue;
+    }
     if (done <= 0) fail("write", path_);
     data += done;
     count -= static_cast<uint64_t>(done);
-    // The disk works while the rest is prepared, instead of all at the end.
-    ::sync_file_range(file_, static_cast<off_t>(started_), done, SYNC_FILE_RANGE_WRITE);
-    started_ += static_cast<uint64_t>(done);
+    if (static_cast<uint64_t>(done) % kPage != 0) bypass_cache(false);
   }
 }
 
 void WriteFile::sync() {
-  flush();
+  if (sending_.valid()) sending_.get();
+  bypass_cache(false);  // the last piece has no block's size
+  write_through(buffer_.get(), filled_);
   files::sync(file_, path_);
   if (::close(std::exchange(file_, -1)) != 0) fail("close", path_);
 }

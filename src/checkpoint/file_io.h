@@ -3,6 +3,8 @@
 // Reading and writing whole files and parts of them. Errors name the file and what the system says.
 
 #include <cstdint>
+#include <future>
+#include <memory>
 #include <string>
 
 namespace fsdp2::files {
@@ -37,19 +39,29 @@ class WriteFile {
 
   const std::string& path() const { return path_; }
   uint64_t size() const { return size_; }
-  /// Small pieces are collected, large ones go to the system as they are.
+  /// Copies the bytes; the disk works on them while the caller goes on. Errors of the disk may come
+  /// from a later call.
   void write(const void* data, uint64_t count);
   /// Everything to the disk, and closes the file.
   void sync();
 
  private:
-  void flush();
+  struct Free {
+    void operator()(void* memory) const;
+  };
+  using Buffer = std::unique_ptr<char, Free>;
+
+  static Buffer new_buffer();
+  void send();
   void write_through(const char* data, uint64_t count);
+  void bypass_cache(bool bypass);
 
   std::string path_;
   int file_ = -1;
-  uint64_t size_ = 0, started_ = 0;  // started_: of what the system was told to begin writing
-  std::string pending_;
+  uint64_t size_ = 0, filled_ = 0;
+  bool direct_ = false;
+  Buffer buffer_, sent_;
+  std::future<void> sending_;
 };
 
 std::string read_all(const std::string& path);
