@@ -1,3 +1,5 @@
+#include "comm/add_up.h"
+#include "comm/counting.h"
 #include "comm/exits.h"
 #include "comm/groups.h"
 #include "comm/work.h"
@@ -25,10 +27,10 @@ Counter& counter() {
   static Counter instance;
   return instance;
 }
+thread_local int uncounted = 0;
+
 void count(int64_t CollectiveCounts::* kind, const at::Tensor& largest) {
-  const std::lock_guard lock(counter().mutex);
-  ++(counter().counts.*kind);
-  counter().counts.bytes += static_cast<int64_t>(largest.nbytes());
+  comm::count_collective(kind, static_cast<int64_t>(largest.nbytes()));
 }
 
 /// One call: its name, group and, once checked, tensors.
@@ -38,10 +40,7 @@ struct Call {
 
   Call(const char* name, const ProcessGroup& group) : name(name), group(group) {
     TORCH_CHECK(group, name, ": the group is null (this rank is not a member of it)");
-    TORCH_CHECK(
-        size() == 1 || !comm::forked_from_a_rank(), name, where(),
-        ": this process was forked from that rank, whose connections it does not have: fork "
-        "before init_process_group, or start a new program");
+    if (size() > 1 && comm::forked_from_a_rank()) comm::check_not_forked(name + where());
   }
 
   int size() const { return group->getSize(); }
@@ -149,6 +148,31 @@ std::function<void()> division(const Call& call, const at::Tensor& output, Reduc
   };
 }
 
+/// gloo's own reduce-scatter copies the input, all-reduces the whole of it and cuts a part out.
+bool better_by_exchange(const c10d::Backend& backend, const at::Tensor& input, ReduceOp op) {
+  return backend.getBackendName() == "gloo" && input.is_floating_point() &&
+         (op == ReduceOp::kSum || op == ReduceOp::kAvg);
+}
+
+/// Everybody's part for this rank, then their sum. Flat and real; `finish` comes after.
+Work reduce_scatter_by_exchange(const Call& call, const at::Tensor& to, const at::Tensor& from,
+                                std::vector<at::Tensor> kept, std::function<void()> finish) {
+  const at::Tensor received = at::empty_like(from);
+  kept.push_back(received);
+  at::Tensor received_bytes = as_bytes(received), sent_bytes = as_bytes(from);
+  std::vector<int64_t> splits(static_cast<size_t>(call.size()), sent_bytes.numel() / call.size());
+  std::vector<int64_t> same = splits;
+  return call.start(
+      from, std::move(kept),
+      [&](c10d::Backend& backend) {
+        return backend.alltoall_base(received_bytes, sent_bytes, splits, same);
+      },
+      [to, received, size = call.size(), finish = std::move(finish)] {
+        comm::add_up(to, received.chunk(size));
+        if (finish) finish();
+      });
+}
+
 /// A device that the group can move small tensors on.
 c10::Device exchange_device(const ProcessGroup& group) {
   if (comm::has_backend(group, c10::kCPU)) return c10::kCPU;
@@ -156,6 +180,15 @@ c10::Device exchange_device(const ProcessGroup& group) {
 }
 
 }  // namespace
+
+void comm::count_collective(int64_t CollectiveCounts::* kind, int64_t bytes) {
+  if (uncounted > 0) return;
+  const std::lock_guard lock(counter().mutex);
+  ++(counter().counts.*kind);
+  counter().counts.bytes += bytes;
+}
+comm::Uncounted::Uncounted() { ++uncounted; }
+comm::Uncounted::~Uncounted() { --uncounted; }
 
 Work all_gather_single(const torch::Tensor& output, const torch::Tensor& input,
                        const ProcessGroup& group) {
@@ -184,6 +217,9 @@ Work reduce_scatter_single(const torch::Tensor& output, const torch::Tensor& inp
   if (call.size() == 1 || input.numel() == 0) return done();
   count(&CollectiveCounts::reduce_scatters, input);
   at::Tensor to = as_real(output).view({-1}), from = as_real(input).view({-1});
+  if (better_by_exchange(*call.backend(input), from, op)) {
+    return reduce_scatter_by_exchange(call, to, from, {output, input}, division(call, output, op));
+  }
   return call.start(
       input, {output, input},
       [&](c10d::Backend& backend) {

@@ -4,6 +4,8 @@
 
 #include <fsdp2/process_group.h>
 
+#include <c10/util/Exception.h>
+
 #include <atomic>
 #include <cstdio>
 #include <exception>
@@ -42,6 +44,12 @@ void watch_exits() {
 }
 
 bool forked_from_a_rank() { return forked; }
+
+void check_not_forked(const std::string& what) {
+  TORCH_CHECK(!forked, what,
+              ": this process was forked from that rank, whose connections it does not have: fork "
+              "before init_process_group, or start a new program");
+}
 
 void note_doing(const std::string& doing) {
   const std::lock_guard lock(doing_mutex);

@@ -1,5 +1,6 @@
 #include "comm/environment.h"
 #include "comm/groups.h"
+#include "comm/host_presence.h"
 #include "comm/rendezvous.h"
 #include "comm/world.h"
 
@@ -129,6 +130,7 @@ bool is_initialized() { return current() != nullptr; }
 
 void destroy_process_group() {
   World& world = comm::world();
+  comm::forget_presences();
   comm::forget_derived_groups();
   comm::leave(world.store, world.serves_store);
   current().reset();

@@ -1,5 +1,6 @@
 #include "fsdp/copying_comm.h"
 
+#include "fsdp/shared_bytes.h"
 #include "mesh/mesh_impl.h"
 
 namespace fsdp2 {
@@ -28,10 +29,16 @@ class CopyingComm final : public GroupComm {
     for (const ParamLayout& layout : layouts)
       context_->extended = context_->extended || layout.extension;
     context_->layouts = std::move(layouts);
+    if (!reduces || !context_->device.is_cpu()) return;
+    context_->host = HostGroup::of(context_->gather_group);
+    if (!context_->host) return;
+    context_->host->reductions.want(largest_reduction(*context_));
+    if (!context_->extended) shared_ = std::make_shared<SharedBytes>(context_);
   }
 
   std::unique_ptr<Gather> start_gather(const std::vector<torch::Tensor>& shards,
                                        const GatherWords& words) override {
+    if (shared_ && !custom_all_gather) return start_shared_gather(shared_, context_, shards, words);
     return start_copying_gather(context_, custom_all_gather, shards, words);
   }
   std::unique_ptr<Reduce> start_reduce(const std::vector<ReduceInput>& inputs,
@@ -41,6 +48,7 @@ class CopyingComm final : public GroupComm {
 
  private:
   std::shared_ptr<CommContext> context_;
+  std::shared_ptr<SharedBytes> shared_;  // null: parameters travel
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 // into one buffer, a reduce-scatter, and out of it.
 
 #include "fsdp/group_comm.h"
+#include "fsdp/host_group.h"
 
 #include <fsdp2/collectives.h>
 
@@ -19,7 +20,8 @@ struct CommContext {
   int64_t world = 1;  // ranks that share one copy
   int64_t rank = 0;   // among these
   int64_t replicas = 1;
-  bool extended = false;  // some layout has an extension
+  bool extended = false;            // some layout has an extension
+  std::shared_ptr<HostGroup> host;  // null: what is gathered and reduced travels
 
   /// Memory of one whole parameter as a tensor.
   torch::Tensor whole(void* data, size_t param) const;
@@ -35,6 +37,9 @@ std::unique_ptr<Reduce> start_copying_reduce(CommContextPtr context,
                                              std::shared_ptr<ReduceScatter> custom,
                                              const std::vector<ReduceInput>& inputs,
                                              const ReduceOptions& options);
+
+/// Bytes of a reduction of all parameters at once, at most: on all ranks the same.
+size_t largest_reduction(const CommContext& context);
 
 inline int64_t align_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 

@@ -2,12 +2,18 @@
 #include "fsdp/copying_comm.h"
 #include "fsdp/plain_ops.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace fsdp2::fsdp {
 namespace {
 
 constexpr uint32_t kFingerprintBits = 24;
+constexpr int64_t kReduceAlignment = 16;  // elements
+
+int64_t words_for(size_t params) {
+  return align_up(kFingerprintBits + static_cast<int64_t>(params), kReduceAlignment);
+}
 
 /// Without other ranks.
 class LocalReduce final : public Reduce {
@@ -46,18 +52,25 @@ class CopyingReduce final : public Reduce {
     const bool complex = c10::isComplexType(options_.dtype);
     const auto tensor_options =
         at::TensorOptions().dtype(c10::toRealValueType(options_.dtype)).device(context_->device);
-    words_ = align_up(kFingerprintBits + static_cast<int64_t>(inputs.size()), 16);
+    words_ = words_for(inputs.size());
     piece_ = words_;
     for (const ReduceInput& input : inputs) {
-      slots_.push_back({input.param, piece_, input.partial});
       const int64_t numel = context_->layouts[input.param].padded_chunk_numel(context_->world);
-      piece_ += align_up(numel * (complex ? 2 : 1), 16);
+      const int64_t length = align_up(numel * (complex ? 2 : 1), kReduceAlignment);
+      slots_.push_back({input.param, piece_, length, input.partial});
+      piece_ += length;
     }
-    input_ = allocate_buffer({context_->world * piece_}, tensor_options);
+    SharedReductions* shared = context_->host && !custom_ ? &context_->host->reductions : nullptr;
+    const size_t bytes = static_cast<size_t>(context_->world * piece_) *
+                         c10::elementSize(c10::toRealValueType(options_.dtype));
+    if (shared && !shared->fits(bytes)) shared = nullptr;
+    input_ = shared ? shared->next_input({context_->world * piece_}, tensor_options)
+                    : allocate_buffer({context_->world * piece_}, tensor_options);
     output_ = allocate_buffer({piece_}, tensor_options);
     fill_input(inputs);
-    work_ = custom_
-                ? (*custom_)(output_, input_, context_->reduce_group)
+    work_ = custom_ ? (*custom_)(output_, input_, context_->reduce_group)
+            : shared
+                ? shared->start(output_, input_)
                 : reduce_scatter_single(output_, input_, ReduceOp::kSum, context_->reduce_group);
   }
 
@@ -89,7 +102,7 @@ class CopyingReduce final : public Reduce {
  private:
   struct Slot {
     size_t param;
-    int64_t offset;
+    int64_t offset, length;  // in numbers of the gradients' dtype, two for a complex one
     torch::Tensor partial;
   };
 
@@ -111,7 +124,6 @@ class CopyingReduce final : public Reduce {
   }
 
   void fill_input(const std::vector<ReduceInput>& inputs) {
-    input_.zero_();
     const torch::Tensor pieces = input_.view({context_->world, piece_});
     own_words_ = at::zeros({words_}, at::TensorOptions().dtype(torch::kFloat));
     float* word = own_words_.mutable_data_ptr<float>();
@@ -121,11 +133,16 @@ class CopyingReduce final : public Reduce {
       const torch::Tensor& gradient = inputs[i].gradient;
       word[kFingerprintBits + i] = gradient.defined() ? 1.0F : 0.0F;
       const ParamLayout& layout = context_->layouts[inputs[i].param];
-      if (!gradient.defined() || gradient.is_meta()) continue;
+      if (input_.is_meta()) continue;
       for (int64_t rank = 0; rank < context_->world; ++rank) {
-        const torch::Tensor mine = layout.local_part(gradient, context_->world, rank);
-        if (mine.numel() == 0) break;
-        part(pieces[rank], i, mine.sizes()).copy_(mine);
+        int64_t filled = 0;
+        if (gradient.defined()) {
+          const torch::Tensor mine = layout.local_part(gradient, context_->world, rank);
+          if (mine.numel() > 0) part(pieces[rank], i, mine.sizes()).copy_(mine);
+          filled = mine.numel() * (c10::isComplexType(options_.dtype) ? 2 : 1);
+        }
+        const int64_t rest = slots_[i].length - filled;
+        if (rest > 0) pieces[rank].narrow(0, slots_[i].offset + filled, rest).zero_();
       }
     }
     if (divisor_before() > 1) input_.div_(divisor_before());
@@ -176,6 +193,18 @@ class CopyingReduce final : public Reduce {
 };
 
 }  // namespace
+
+size_t largest_reduction(const CommContext& context) {
+  int64_t piece = words_for(context.layouts.size());
+  int64_t widest = sizeof(float);
+  for (const ParamLayout& layout : context.layouts) {
+    const bool complex = c10::isComplexType(layout.dtype);
+    piece +=
+        align_up(layout.padded_chunk_numel(context.world) * (complex ? 2 : 1), kReduceAlignment);
+    widest = std::max(widest, static_cast<int64_t>(c10::elementSize(layout.dtype)));
+  }
+  return static_cast<size_t>(context.world * piece * widest);
+}
 
 std::unique_ptr<Reduce> start_copying_reduce(CommContextPtr context,
                                              std::shared_ptr<ReduceScatter> custom,

@@ -161,6 +161,7 @@ TEST(ExitsOfOne, BranchesIntoGroupsOfDifferentSizesAreNamed) {
     const int file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
     dup2(file, 2);
     dup2(file, 1);
+    setenv("FSDP2_SHARED_MEMORY", "off", 1);
     on_ranks(
         2,
         [](int rank) {
@@ -182,6 +183,19 @@ TEST(ExitsOfOne, BranchesIntoGroupsOfDifferentSizesAreNamed) {
   EXPECT_THAT(text.str(), AllOf(HasSubstr("fsdp2: rank 1"), HasSubstr("'1.weight, ...'"),
                                 HasSubstr("different branches")));
   unlink(path.c_str());
+}
+
+/// Where memory is shared only words travel, and they have one size.
+TEST(ExitsOfOne, BranchesOnOneHostAreAnErrorOnAllRanks) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Sequential module(torch::nn::Linear(500, 500), torch::nn::Linear(3, 3));
+    fully_shard(module->ptr(0));
+    fully_shard(module->ptr(1));
+    fully_shard(module);
+    const std::string error =
+        error_of([&] { module[static_cast<size_t>(rank)]->as<torch::nn::Linear>()->weight.sum(); });
+    EXPECT_THAT(error, HasSubstr("ranks disagree about the all-gather"));
+  });
 }
 
 }  // namespace

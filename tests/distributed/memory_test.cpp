@@ -6,6 +6,7 @@
 #include "support/ranks.h"
 #include "support/training.h"
 
+#include <cstdlib>
 #include <thread>
 
 namespace fsdp2::testing {
@@ -13,7 +14,11 @@ namespace {
 
 using torch::Tensor;
 
-class Memory : public ::testing::TestWithParam<int> {};
+/// Of parameters that are copied: those that ranks share come from no allocator.
+class Memory : public ::testing::TestWithParam<int> {
+  void SetUp() override { setenv("FSDP2_SHARED_MEMORY", "off", 1); }
+  void TearDown() override { unsetenv("FSDP2_SHARED_MEMORY"); }
+};
 INSTANTIATE_TEST_SUITE_P(Worlds, Memory, ::testing::Values(1, 2, 3));
 
 // Nothing else in this model has the size of a block's weight [103, 51], so its blocks can be

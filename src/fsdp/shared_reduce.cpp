@@ -1,0 +1,175 @@
+#include "fsdp/shared_reduce.h"
+
+#include "comm/add_up.h"
+#include "comm/counting.h"
+#include "comm/exits.h"
+#include "comm/share_memory.h"
+#include "fsdp/plain_ops.h"
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <algorithm>
+#include <deque>
+#include <limits>
+
+namespace fsdp2::fsdp {
+namespace {
+
+constexpr uint64_t kSlots = 2;
+
+/// What a rank says of the reduction that it left in a slot.
+struct Posted {
+  std::atomic<uint64_t> bytes;
+  std::atomic<uint64_t> dtype;
+};
+
+/// In shared memory; numbers of reductions, from 1.
+struct alignas(64) Member {
+  comm::Counter posted;
+  comm::Counter done;
+  Posted slots[kSlots];
+};
+
+size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+
+}  // namespace
+
+/// Memory for two reductions at a time, and how far each rank is.
+class SharedReductions::Slots {
+ public:
+  static size_t bytes(int ranks, size_t capacity) {
+    return head(ranks) + kSlots * static_cast<size_t>(ranks) * whole_pages(capacity);
+  }
+
+  Slots(std::shared_ptr<comm::Presence> presence, std::shared_ptr<comm::SharedMemory> memory)
+      : presence_(std::move(presence)),
+        memory_(std::move(memory)),
+        capacity_((memory_->size() - head(presence_->size())) /
+                  (kSlots * static_cast<size_t>(presence_->size()))) {}
+
+  size_t capacity() const { return capacity_; }
+
+  /// This rank's memory for the next reduction. Waits until nobody reads it any more.
+  std::byte* next();
+
+  /// What next() gave is filled. Returns the reduction's number.
+  uint64_t post(const torch::Tensor& input, SumWork* work) {
+    open_.push_back(work);
+    Member& own = member(presence_->rank());
+    Posted& posted = own.slots[number_ % kSlots];
+    posted.bytes = input.nbytes();
+    posted.dtype = static_cast<uint64_t>(input.scalar_type());
+    own.posted.set(number_);
+    posted_ = number_;
+    return number_;
+  }
+
+  /// Blocks until all have posted; then `output` is the sum of this rank's parts. Not a number if
+  /// others reduce something else.
+  void add(const torch::Tensor& output, uint64_t number) const {
+    bool alike = true;
+    const size_t part = output.nbytes();
+    std::vector<torch::Tensor> parts;
+    for (int rank = 0; rank < presence_->size(); ++rank) {
+      presence_->wait(member(rank).posted, number, rank);
+      const Posted& posted = member(rank).slots[number % kSlots];
+      alike = alike && posted.bytes == part * static_cast<size_t>(presence_->size()) &&
+              posted.dtype == static_cast<uint64_t>(output.scalar_type());
+      parts.push_back(
+          torch::from_blob(place(rank, number) + part * static_cast<size_t>(presence_->rank()),
+                           output.sizes(), output.options()));
+    }
+    if (alike) {
+      comm::add_up(output, parts);
+    } else {
+      output.fill_(std::numeric_limits<double>::quiet_NaN());
+    }
+  }
+
+  /// This rank is done with it. Others are told of all up to the first that it is not done with.
+  void end(const SumWork* work);
+
+ private:
+  static size_t head(int ranks) { return whole_pages(static_cast<size_t>(ranks) * sizeof(Member)); }
+  Member& member(int rank) const { return reinterpret_cast<Member*>(memory_->data())[rank]; }
+  std::byte* place(int rank, uint64_t number) const {
+    const auto ranks = static_cast<size_t>(presence_->size());
+    return memory_->data() + head(presence_->size()) +
+           (number % kSlots * ranks + static_cast<size_t>(rank)) * capacity_;
+  }
+
+  const std::shared_ptr<comm::Presence> presence_;
+  const std::shared_ptr<comm::SharedMemory> memory_;
+  const size_t capacity_;
+  uint64_t number_ = 0, posted_ = 0;
+  std::deque<SumWork*> open_;  // this rank's, in their order
+};
+
+class SharedReductions::SumWork final : public c10d::Work {
+ public:
+  SumWork(std::shared_ptr<Slots> slots, torch::Tensor output, const torch::Tensor& input)
+      : slots_(std::move(slots)), output_(std::move(output)), number_(slots_->post(input, this)) {}
+  ~SumWork() override { slots_->end(this); }
+
+  uint64_t number() const { return number_; }
+
+  bool wait(std::chrono::milliseconds) override {
+    if (summed_) return true;
+    PlainOps plain;
+    slots_->add(output_, number_);
+    summed_ = true;
+    slots_->end(this);
+    return true;
+  }
+
+ private:
+  const std::shared_ptr<Slots> slots_;
+  const torch::Tensor output_;
+  const uint64_t number_;
+  bool summed_ = false;
+};
+
+void SharedReductions::Slots::end(const SumWork* work) {
+  std::erase(open_, work);
+  comm::Counter& done = member(presence_->rank()).done;
+  const uint64_t up_to = open_.empty() ? posted_ : open_.front()->number() - 1;
+  if (done.get() < up_to) done.set(up_to);
+}
+
+std::byte* SharedReductions::Slots::next() {
+  // Whoever has posted the one before has ended the one before that: nobody is waited for below
+  // who waits for us elsewhere.
+  while (!open_.empty()) open_.front()->wait(kNoTimeout);
+  ++number_;
+  for (int rank = 0; number_ > kSlots && rank < presence_->size(); ++rank) {
+    if (rank != presence_->rank()) presence_->wait(member(rank).done, number_ - kSlots, rank);
+  }
+  return place(presence_->rank(), number_);
+}
+
+SharedReductions::SharedReductions(std::shared_ptr<comm::Presence> presence)
+    : presence_(std::move(presence)) {}
+
+void SharedReductions::want(size_t bytes) { wanted_ = std::max(wanted_, bytes); }
+
+void SharedReductions::prepare(const ProcessGroup& group) {
+  if (fits(wanted_)) return;
+  const size_t bytes = Slots::bytes(presence_->size(), wanted_);
+  slots_ = std::make_shared<Slots>(presence_, comm::share_memory(group, bytes, "gradients"));
+}
+
+bool SharedReductions::fits(size_t bytes) const { return slots_ && bytes <= slots_->capacity(); }
+
+torch::Tensor SharedReductions::next_input(c10::IntArrayRef sizes,
+                                           const at::TensorOptions& options) {
+  if (comm::forked_from_a_rank())
+    comm::check_not_forked("a reduction on rank " + std::to_string(get_rank()));
+  return torch::from_blob(slots_->next(), sizes, options);
+}
+
+Work SharedReductions::start(const torch::Tensor& output, const torch::Tensor& input) {
+  comm::count_collective(&CollectiveCounts::reduce_scatters, static_cast<int64_t>(input.nbytes()));
+  return c10::make_intrusive<SumWork>(slots_, output, input);
+}
+
+}  // namespace fsdp2::fsdp

@@ -1,0 +1,45 @@
+#pragma once
+
+// Reduce-scatters of ranks on one host: every rank leaves its gradients in memory that all see, and
+// adds up its own part from there. One pool of such memory serves all reductions in a process
+// group, two of them at a time.
+
+#include "comm/shared_memory.h"
+
+#include <fsdp2/process_group.h>
+
+#include <torch/types.h>
+
+#include <memory>
+
+namespace fsdp2::fsdp {
+
+/// Not thread-safe by itself: the schedule's lock guards it.
+class SharedReductions {
+ public:
+  explicit SharedReductions(std::shared_ptr<comm::Presence> presence);
+
+  /// There will be inputs of that size.
+  void want(size_t bytes);
+  /// Makes what memory is wanted and not there. Collective over `group`, the same ranks in the same
+  /// order; not while a reduction is on its way.
+  void prepare(const ProcessGroup& group);
+  bool fits(size_t bytes) const;
+  /// This rank's memory for the input of the next reduction, uninitialised; it must fit. Ends the
+  /// reduction before, so that all ranks have ended the one whose memory this was.
+  torch::Tensor next_input(c10::IntArrayRef sizes, const at::TensorOptions& options);
+  /// Starts output [n] = this rank's part of the sum of all ranks' inputs [ranks * n], which is
+  /// made in wait(): in rank order, of 16-bit floats in float32, so the same however ranks are
+  /// timed. Not a number if others reduce something of another size.
+  Work start(const torch::Tensor& output, const torch::Tensor& input);
+
+ private:
+  class Slots;
+  class SumWork;
+
+  const std::shared_ptr<comm::Presence> presence_;
+  std::shared_ptr<Slots> slots_;
+  size_t wanted_ = 0;
+};
+
+}  // namespace fsdp2::fsdp
