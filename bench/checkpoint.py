@@ -3,7 +3,8 @@
 
     bench/checkpoint.py PATH_OF_FSDP2 FOLDER [--gib 1] [--ranks 2] [--repeats 3]
 
-Prints medians in seconds and GB/s, beside what dd with fsync reaches in the same minutes, and their ratios.
+Prints medians in seconds and GB/s, beside what dd with fsync reaches in the same minutes, and their ratios; then what
+loading costs on other numbers of ranks than those that have saved.
 """
 
 import argparse
@@ -78,6 +79,25 @@ def forget(folder):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def here(fsdp2, ranks, folder, gib, *arguments):
+    """What `fsdp2 bench checkpoint` reports."""
+    done = subprocess.run([fsdp2, "run", "-n", str(ranks), fsdp2, "bench", "checkpoint", str(folder), "--gib", str(gib),
+                           *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(done[done.index("{"):])
+
+
+def other_worlds(fsdp2, folder, gib, ranks, repeats):
+    """Loads on `ranks`, more and fewer, in turn, what `ranks` have saved; seconds by number of ranks."""
+    here(fsdp2, ranks, folder, gib, "--only", "save", "--repeats", "1")
+    worlds = [ranks, ranks + 1, max(1, ranks // 2)]
+    seconds = {world: [] for world in worlds}
+    for _ in range(repeats):
+        for world in worlds:
+            seconds[world] += here(fsdp2, world, folder, gib, "--only", "load", "--repeats", "1")["load"]
+    shutil.rmtree(folder / "bench")
+    return {world: statistics.median(values) for world, values in seconds.items()}
+
+
 def dd(folder, gib):
     start = time.perf_counter()
     subprocess.run(["dd", "if=/dev/zero", f"of={folder}/dd", "bs=64M", f"count={int(3 * gib * 16)}", "conv=fsync"],
@@ -105,10 +125,7 @@ def main():
         rows["python save"].append(save)
         rows["python load"].append(load)
         rows["python load, cached"].append(again)
-        done = subprocess.run([options.fsdp2, "run", "-n", str(options.ranks), options.fsdp2, "bench", "checkpoint",
-                               str(folder), "--gib", str(options.gib), "--repeats", "2"],
-                              check=True, stdout=subprocess.PIPE, text=True).stdout
-        report = json.loads(done[done.index("{"):])
+        report = here(options.fsdp2, options.ranks, folder, options.gib, "--repeats", "2")
         # Python's are the first of their process: so are these. A background save is also shown once its memory is there.
         rows["save"].append(report["save"][0])
         rows["load"].append(report["load"][0])
@@ -126,6 +143,10 @@ def main():
         print(f"{load}: {median['python ' + load] / median[load]:.2f} times as fast as Python")
     for which in ("first", "later"):
         print(f"async save, {which}: blocks for {median[f'async blocked, {which}'] / median['save']:.1%} of a save's time")
+    loads = other_worlds(options.fsdp2, folder, options.gib, options.ranks, options.repeats)
+    for world, seconds in loads.items():
+        print(f"saved on {options.ranks} ranks, loaded on {world}: {seconds:.3f} s, "
+              f"{seconds / loads[options.ranks]:.2f} times a load on as many")
 
 
 if __name__ == "__main__":

@@ -107,9 +107,34 @@ struct LoadReport {
 /// message says that the state is undefined.
 LoadReport load(StateDict& state, const std::string& folder, const LoadOptions& options = {});
 
-/// Everything, without a template: whole tensors on the CPU. Local: needs no process group.
+/// A checkpoint that stays open, to be read piece by piece: its metadata is read once, each of its
+/// files is opened once. A save into its folder must not happen meanwhile. Local: needs no process
+/// group. Not thread-safe.
+class Reader {
+ public:
+  /// Errors: see read_metadata.
+  explicit Reader(const std::string& folder);
+  ~Reader();
+  Reader(Reader&&) noexcept;
+  Reader& operator=(Reader&&) noexcept;
+
+  const Metadata& metadata() const;
+  /// In the order in which they were saved.
+  std::vector<std::string> keys() const;
+  /// What is under one key; tensors whole and on the CPU. Error naming the keys most like it if
+  /// there is none.
+  Value load_one(const std::string& key) const;
+  /// Everything, without a template.
+  StateDict load_everything() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+/// Reader(folder).load_everything()
 StateDict load_everything(const std::string& folder);
-/// What is under one key, as ls shows it. Local.
+/// Reader(folder).load_one(key)
 Value load_one(const std::string& folder, const std::string& key);
 
 /// What verify() found.

@@ -24,6 +24,16 @@ const files::ReadFile& OpenFiles::at(const std::string& name) {
   return *file;
 }
 
+OpenCheckpoint::OpenCheckpoint(const std::string& where)
+    : folder(where), metadata(read_metadata(folder)), files(folder) {}
+
+std::vector<std::string> OpenCheckpoint::keys() const {
+  std::vector<std::string> keys;
+  keys.reserve(metadata.entries.size());
+  for (const StoredEntry& entry : metadata.entries) keys.push_back(entry.key);
+  return keys;
+}
+
 void check_item(const files::ReadFile& file, const Place& place, const Checksums& checksums) {
   const auto known = checksums.items.find({place.file, place.offset});
   TORCH_CHECK(known != checksums.items.end(), file.path(), ": there is no checksum of the item at ",
@@ -45,20 +55,18 @@ namespace {
 
 class LoadPlanner {
  public:
-  LoadPlanner(const std::string& folder, Metadata metadata, const LoadOptions& options)
-      : options_(options) {
-    plan_.metadata = std::move(metadata);
-    plan_.files = std::make_unique<OpenFiles>(folder);
+  LoadPlanner(OpenCheckpoint& checkpoint, const LoadOptions& options)
+      : checkpoint_(checkpoint), entries_(checkpoint.metadata.entries), options_(options) {
     if (options.verify) {
-      checksums_ = read_checksums(folder, plan_.metadata);
-      TORCH_CHECK(checksums_, folder,
+      checksums_ = read_checksums(checkpoint.folder, checkpoint.metadata);
+      TORCH_CHECK(checksums_, checkpoint.folder,
                   " has no checksums to verify: it was not saved by this library");
     }
   }
 
   LoadPlan run(StateDict& state) {
     // Lists come back whole by their paths, if the checkpoint kept paths.
-    const bool has_paths = std::any_of(plan_.metadata.entries.begin(), plan_.metadata.entries.end(),
+    const bool has_paths = std::any_of(entries_.begin(), entries_.end(),
                                        [](const auto& entry) { return !entry.path.empty(); });
     for (const Leaf& leaf : flatten(state, has_paths)) {
       if (!selected(leaf.key)) continue;
@@ -68,11 +76,16 @@ class LoadPlanner {
         TORCH_CHECK_VALUE(false, leaf.key, ": ", error.what_without_backtrace());
       }
     }
-    for (const StoredEntry& entry : plan_.metadata.entries) {
+    for (const StoredEntry& entry : entries_) {
       if (selected(entry.key) && used_.count(&entry) == 0) {
         plan_.report.unexpected.push_back(entry.key);
       }
     }
+    return std::move(plan_);
+  }
+  /// Only this; its value is the plan's one value.
+  LoadPlan run(const StoredEntry& entry, Value& to) {
+    assign(to, stored(entry));
     return std::move(plan_);
   }
 
@@ -92,7 +105,7 @@ class LoadPlanner {
   }
 
   void add(const Leaf& leaf) {
-    const StoredEntry* entry = use(plan_.metadata.find(leaf.key));
+    const StoredEntry* entry = use(checkpoint_.metadata.find(leaf.key));
     if (leaf.value->is_tensor()) {
       if (entry == nullptr) return miss(leaf);
       TORCH_CHECK_VALUE(entry->is_tensor, "the state has a tensor, the checkpoint an object");
@@ -117,7 +130,7 @@ class LoadPlanner {
     const bool wants = leaf.value->is_none() || leaf.value->is<List>();
     Value root;
     if (!wants) return root;
-    for (const StoredEntry& entry : plan_.metadata.entries) {
+    for (const StoredEntry& entry : entries_) {
       if (entry.path.size() <= leaf.path.size() || !starts_with(entry.path, leaf.path)) continue;
       use(&entry);
       set_at(root,
@@ -138,7 +151,7 @@ class LoadPlanner {
     uint64_t stored_bytes = 0;
     for (const StoredChunk& chunk : entry.chunks) {
       if (chunk.place.file.empty()) continue;
-      stored_bytes += std::min(chunk.place.length, plan_.files->at(chunk.place.file).size());
+      stored_bytes += std::min(chunk.place.length, checkpoint_.files.at(chunk.place.file).size());
     }
     TORCH_CHECK(static_cast<uint64_t>(entry.numel()) <= stored_bytes,
                 "the checkpoint is damaged: it says that ", entry.key, " has ", entry.numel(),
@@ -174,11 +187,13 @@ class LoadPlanner {
   }
 
   const files::ReadFile& open(const Place& place) {
-    const files::ReadFile& file = plan_.files->at(place.file);
+    const files::ReadFile& file = checkpoint_.files.at(place.file);
     if (checksums_) check_item(file, place, *checksums_);
     return file;
   }
 
+  OpenCheckpoint& checkpoint_;
+  const std::vector<StoredEntry>& entries_;
   const LoadOptions& options_;
   std::optional<Checksums> checksums_;
   std::unordered_set<const StoredEntry*> used_;
@@ -187,13 +202,16 @@ class LoadPlanner {
 
 }  // namespace
 
-LoadPlan plan_load(StateDict& state, const std::string& folder, const LoadOptions& options) {
-  return plan_load(state, folder, read_metadata(folder), options);
+LoadPlan plan_load(StateDict& state, OpenCheckpoint& checkpoint, const LoadOptions& options) {
+  return LoadPlanner(checkpoint, options).run(state);
 }
 
-LoadPlan plan_load(StateDict& state, const std::string& folder, Metadata metadata,
-                   const LoadOptions& options) {
-  return LoadPlanner(folder, std::move(metadata), options).run(state);
+Value read_entry(const StoredEntry& entry, OpenCheckpoint& checkpoint) {
+  const LoadOptions options;
+  Value value;
+  LoadPlan plan = LoadPlanner(checkpoint, options).run(entry, value);
+  run(plan.tasks, 1);
+  return std::move(plan.values.at(0).value);
 }
 
 }  // namespace fsdp2::dcp

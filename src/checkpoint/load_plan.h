@@ -39,9 +39,18 @@ struct ReadTask {
   Block to;            // what `data` holds
 };
 
-struct LoadPlan {
+/// A checkpoint whose metadata has been read, and whose files are opened when they are needed.
+struct OpenCheckpoint {
+  explicit OpenCheckpoint(const std::string& folder);
+
+  std::vector<std::string> keys() const;
+
+  std::string folder;
   Metadata metadata;
-  std::unique_ptr<OpenFiles> files;
+  OpenFiles files;
+};
+
+struct LoadPlan {
   std::vector<ReadTask> tasks;
   std::vector<torch::Tensor> written;  // whole tensors that tasks write
   struct Assignment {
@@ -53,15 +62,15 @@ struct LoadPlan {
   int64_t found = 0;               // of the keys asked for
 };
 
-/// Reads the metadata and every item's header. Local; throws on whatever is wrong. Missing keys are
-/// left to the caller.
-LoadPlan plan_load(StateDict& state, const std::string& folder, const LoadOptions& options);
-/// With the folder's metadata, if it has been read already.
-LoadPlan plan_load(StateDict& state, const std::string& folder, Metadata metadata,
-                   const LoadOptions& options);
+/// Reads every needed item's header. Local; throws on whatever is wrong. Missing keys are left to
+/// the caller. The plan is good as long as the checkpoint.
+LoadPlan plan_load(StateDict& state, OpenCheckpoint& checkpoint, const LoadOptions& options);
 
 /// Runs the tasks. Thread-safe files; `threads` at once.
 void run(const std::vector<ReadTask>& tasks, int threads);
+
+/// All of what is under `entry`'s key.
+Value read_entry(const StoredEntry& entry, OpenCheckpoint& checkpoint);
 
 /// Error naming the file if the item's bytes are not those that were saved.
 void check_item(const files::ReadFile& file, const Place& place, const Checksums& checksums);

@@ -25,7 +25,7 @@ namespace {
 namespace fs = std::filesystem;
 
 struct CheckpointBench {
-  std::string folder;
+  std::string folder, only;
   double gib = 1;
   int threads = 0;
   int repeats = 3;
@@ -69,12 +69,32 @@ void forget(const fs::path& folder) {
   }
 }
 
+/// One half alone, so that one number of ranks can load what another has saved.
+void run_half(const CheckpointBench& arguments, const train::World& world, const DeviceMesh& mesh,
+              const std::string& folder) {
+  const bool saves = arguments.only == "save";
+  dcp::StateDict state = make_state(arguments.gib, mesh, saves);
+  nlohmann::ordered_json report = {{"ranks", world.size()}, {"gib", 3 * arguments.gib}};
+  for (int i = 0; i < arguments.repeats; ++i) {
+    if (!saves && world.rank() == 0) forget(folder);
+    report[arguments.only].push_back(seconds([&] {
+      if (saves) {
+        dcp::save(state, folder, {.threads = arguments.threads});
+      } else {
+        dcp::load(state, folder, {.threads = arguments.threads});
+      }
+    }));
+  }
+  if (world.rank() == 0) std::cout << report.dump() << std::endl;
+}
+
 void run(const CheckpointBench& arguments) {
   const train::World world;
   const DeviceMesh mesh = init_device_mesh("cpu", {world.size()}, {"shard"});
+  const std::string folder = (fs::path(arguments.folder) / "bench").string();
+  if (!arguments.only.empty()) return run_half(arguments, world, mesh, folder);
   const dcp::StateDict state = make_state(arguments.gib, mesh, true);
   dcp::StateDict target = make_state(arguments.gib, mesh, false);
-  const std::string folder = (fs::path(arguments.folder) / "bench").string();
   const dcp::SaveOptions options{.threads = arguments.threads};
   nlohmann::ordered_json report = {{"ranks", world.size()}, {"gib", 3 * arguments.gib}};
   for (const char* what : {"save", "load", "load_cached", "async_blocked", "async_save"}) {
@@ -121,6 +141,8 @@ void add_bench_checkpoint(CLI::App& bench) {
   command->add_option("--repeats", arguments->repeats, "Of each")
       ->capture_default_str()
       ->check(CLI::PositiveNumber);
+  command->add_option("--only", arguments->only, "Save and leave it there, or load what is there")
+      ->check(CLI::IsMember({"save", "load"}));
   command->callback([arguments] { run(*arguments); });
 }
 

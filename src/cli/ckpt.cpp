@@ -183,21 +183,19 @@ std::string difference(const dcp::Value& a, const dcp::Value& b) {
 }
 
 int diff(const CkptArguments& arguments) {
-  const dcp::Metadata a = dcp::read_metadata(arguments.folder),
-                      b = dcp::read_metadata(arguments.other);
+  const dcp::Reader a(arguments.folder), b(arguments.other);
   Json rows = Json::array();
-  for (const StoredEntry& entry : a.entries) {
+  for (const StoredEntry& entry : a.metadata().entries) {
     if (!is_selected(entry, arguments.prefix)) continue;
-    if (b.find(entry.key) == nullptr) {
+    if (b.metadata().find(entry.key) == nullptr) {
       rows.push_back({{"key", entry.key}, {"difference", "only in " + arguments.folder}});
       continue;
     }
-    const std::string what = difference(dcp::load_one(arguments.folder, entry.key),
-                                        dcp::load_one(arguments.other, entry.key));
+    const std::string what = difference(a.load_one(entry.key), b.load_one(entry.key));
     if (!what.empty()) rows.push_back({{"key", entry.key}, {"difference", what}});
   }
-  for (const StoredEntry& entry : b.entries) {
-    if (is_selected(entry, arguments.prefix) && a.find(entry.key) == nullptr) {
+  for (const StoredEntry& entry : b.metadata().entries) {
+    if (is_selected(entry, arguments.prefix) && a.metadata().find(entry.key) == nullptr) {
       rows.push_back({{"key", entry.key}, {"difference", "only in " + arguments.other}});
     }
   }

@@ -18,17 +18,17 @@ bool is_torch_file(const std::string& path) {
 /// Tensors only: the format has no place for anything else.
 void write_safetensors(const std::string& folder, const std::string& path,
                        const std::string& prefix) {
-  const dcp::Metadata metadata = dcp::read_metadata(folder);
+  const dcp::Reader reader(folder);
   std::vector<safetensors::Entry> entries;
   std::vector<std::string> keys;
-  for (const dcp::StoredEntry& entry : metadata.entries) {
+  for (const dcp::StoredEntry& entry : reader.metadata().entries) {
     if (!entry.is_tensor || !entry.key.starts_with(prefix)) continue;
     entries.push_back({entry.key.substr(prefix.size()), entry.dtype, entry.sizes});
     keys.push_back(entry.key);
   }
   TORCH_CHECK_VALUE(!keys.empty(), folder, " has no tensors whose keys start with '", prefix, "'");
   safetensors::Writer writer(path, entries, {{"format", "pt"}});
-  for (const std::string& key : keys) writer.write(dcp::load_one(folder, key).to_tensor());
+  for (const std::string& key : keys) writer.write(reader.load_one(key).to_tensor());
   writer.commit();
 }
 
@@ -50,8 +50,9 @@ dcp::StateDict read_any(const std::string& from, const std::string& prefix) {
     return state;
   }
   if (prefix.empty()) return dcp::load_everything(from);
-  for (const dcp::StoredEntry& entry : dcp::read_metadata(from).entries) {
-    if (entry.key.starts_with(prefix)) state[entry.key] = dcp::load_one(from, entry.key);
+  const dcp::Reader reader(from);
+  for (const std::string& key : reader.keys()) {
+    if (key.starts_with(prefix)) state[key] = reader.load_one(key);
   }
   return state;
 }

@@ -81,6 +81,17 @@ TEST(CkptCommand, DiffSaysWhatDiffers) {
   EXPECT_EQ(different.out, "model.w: largest difference 0.5, in 6 of 6 elements\n");
 }
 
+TEST(CkptCommand, DiffsAndConvertsThousandsOfKeys) {
+  const TemporaryFolder folder;
+  dcp::StateDict state;
+  for (int i = 0; i < 3000; ++i) state["layers"][std::to_string(i)] = torch::full({2}, i);
+  for (const char* name : {"a", "b"}) dcp::save(state, folder.path(name));
+  EXPECT_EQ(ckpt({"diff", folder.path("a"), folder.path("b")}).out, "no difference\n");
+  const std::string file = folder.path("m.safetensors");
+  ASSERT_EQ(ckpt({"convert", folder.path("a"), file}).exit_code, 0);
+  EXPECT_EQ(safetensors::Reader(file).entries().size(), 3000U);
+}
+
 TEST(CkptCommand, ConvertsBetweenFormats) {
   const TemporaryFolder folder;
   const std::string path = save_one(folder.path("c"), 2);
