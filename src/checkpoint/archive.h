@@ -3,7 +3,7 @@
 // One item of a checkpoint's data file: what torch.save writes, a zip archive of uncompressed
 // records ("data.pkl", "data/0", ...).
 
-#include "checkpoint/file_io.h"
+#include "checkpoint/storage.h"
 
 #include <torch/types.h>
 
@@ -23,7 +23,7 @@ using Records = std::map<std::string, Record>;
 
 /// The records of the archive that is `length` bytes at `offset` of `file`, their common folder
 /// left out. Errors name the file; sizes are checked before anything is allocated.
-Records read_records(const files::ReadFile& file, uint64_t offset, uint64_t length);
+Records read_records(const files::Readable& file, uint64_t offset, uint64_t length);
 
 /// How a stored tensor lies in its record, in elements.
 struct StoredTensor {
@@ -33,9 +33,9 @@ struct StoredTensor {
   Record data;
 };
 /// What the item says of the tensor that it holds, checked against the record's size.
-StoredTensor read_stored_tensor(const files::ReadFile& file, uint64_t offset, uint64_t length);
+StoredTensor read_stored_tensor(const files::Readable& file, uint64_t offset, uint64_t length);
 /// The object that the item holds; a Pickled if C++ has no counterpart of it.
-Value read_object(const files::ReadFile& file, uint64_t offset, uint64_t length);
+Value read_object(const files::Readable& file, uint64_t offset, uint64_t length);
 
 /// Where an archive's bytes go.
 using Sink = std::function<void(const void* data, size_t size)>;

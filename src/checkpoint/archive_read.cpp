@@ -1,5 +1,6 @@
 #include "checkpoint/archive.h"
 #include "checkpoint/dtypes.h"
+#include "checkpoint/file_io.h"
 #include "checkpoint/objects.h"
 #include "checkpoint/pickle_reader.h"
 
@@ -28,7 +29,7 @@ T field(const std::string& bytes, uint64_t at) {
 
 /// An archive inside of a file; positions count from the archive's start.
 struct Item {
-  const files::ReadFile& file;
+  const files::Readable& file;
   uint64_t start, length;
 
   [[noreturn]] void fail(const std::string& what) const {
@@ -93,7 +94,7 @@ void read_zip64(const Item& item, const std::string& extra, uint64_t& size, uint
 
 }  // namespace
 
-Records read_records(const files::ReadFile& file, uint64_t offset, uint64_t length) {
+Records read_records(const files::Readable& file, uint64_t offset, uint64_t length) {
   TORCH_CHECK(offset <= file.size() && length <= file.size() - offset, file.path(),
               " is cut short: it has ", file.size(), " bytes, an item is to be at ", offset, " to ",
               offset + length);
@@ -138,7 +139,7 @@ struct Contents {
   std::string pickle;
 };
 
-Contents read_contents(const files::ReadFile& file, uint64_t offset, uint64_t length) {
+Contents read_contents(const files::Readable& file, uint64_t offset, uint64_t length) {
   Contents contents{read_records(file, offset, length), {}};
   const Item item{file, offset, length};
   const auto record = contents.records.find("data.pkl");
@@ -239,7 +240,7 @@ StoredTensor parse_tensor(const Item& item, const Contents& contents, const pick
 
 }  // namespace
 
-StoredTensor read_stored_tensor(const files::ReadFile& file, uint64_t offset, uint64_t length) {
+StoredTensor read_stored_tensor(const files::Readable& file, uint64_t offset, uint64_t length) {
   const Item item{file, offset, length};
   const Contents contents = read_contents(file, offset, length);
   try {
@@ -252,7 +253,7 @@ StoredTensor read_stored_tensor(const files::ReadFile& file, uint64_t offset, ui
   }
 }
 
-Value read_object(const files::ReadFile& file, uint64_t offset, uint64_t length) {
+Value read_object(const files::Readable& file, uint64_t offset, uint64_t length) {
   const Item item{file, offset, length};
   const Contents contents = read_contents(file, offset, length);
   try {

@@ -1,5 +1,6 @@
 #include "checkpoint/archive.h"
 #include "checkpoint/dtypes.h"
+#include "checkpoint/file_io.h"
 #include "checkpoint/objects.h"
 
 #include <fsdp2/dcp.h>

@@ -1,4 +1,4 @@
-#include "checkpoint/file_io.h"
+#include "checkpoint/storage.h"
 
 #include <fsdp2/dcp_checkpoints.h>
 
@@ -6,12 +6,10 @@
 
 #include <algorithm>
 #include <charconv>
-#include <filesystem>
 
 namespace fsdp2::dcp {
 namespace {
 
-namespace fs = std::filesystem;
 constexpr std::string_view kPrefix = "step_";
 constexpr const char* kLatest = "latest";
 
@@ -24,39 +22,34 @@ int64_t step_of(const std::string& name) {
   return error == std::errc() && stop == end ? step : -1;
 }
 
-bool is_complete(const fs::path& folder) { return fs::exists(folder / ".metadata"); }
-
-/// First what makes it a checkpoint, so that half of one is never taken for one.
-void remove_checkpoint(const fs::path& folder) {
-  fs::remove(folder / ".metadata");
-  fs::remove_all(folder);
+bool is_complete(const std::string& folder) {
+  return files::storage_of(folder).size(files::join(folder, ".metadata")).has_value();
 }
 
-std::vector<int64_t> steps_in(const fs::path& root, bool complete) {
+/// First what makes it a checkpoint, so that half of one is never taken for one.
+void remove_checkpoint(const std::string& folder) {
+  files::storage_of(folder).remove(files::join(folder, ".metadata"));
+  files::storage_of(folder).remove_folder(folder);
+}
+
+std::vector<int64_t> steps_in(const std::string& root, bool complete) {
   std::vector<int64_t> steps;
-  std::error_code error;
-  for (const auto& entry : fs::directory_iterator(root, error)) {
-    const int64_t step = step_of(entry.path().filename().string());
-    if (step >= 0 && is_complete(entry.path()) == complete) steps.push_back(step);
+  for (const std::string& name : files::storage_of(root).list(root)) {
+    const int64_t step = step_of(name);
+    if (step >= 0 && is_complete(files::join(root, name)) == complete) steps.push_back(step);
   }
   std::sort(steps.begin(), steps.end());
   return steps;
 }
 
 /// The steps of all complete ones but the newest `keep`.
-std::vector<int64_t> older_than(const fs::path& root, int keep) {
+std::vector<int64_t> older_than(const std::string& root, int keep) {
   std::vector<int64_t> steps = steps_in(root, true);
   steps.resize(steps.size() - std::min(steps.size(), static_cast<size_t>(keep)));
   return steps;
 }
 
-void point_at(const fs::path& root, const std::string& name) {
-  const fs::path temporary = root / (std::string(kLatest) + ".tmp");
-  fs::remove(temporary);
-  fs::create_directory_symlink(name, temporary);
-  fs::rename(temporary, root / kLatest);
-  files::sync_folder(root.string());
-}
+std::string name_of(int64_t step) { return std::string(kPrefix) + std::to_string(step); }
 
 }  // namespace
 
@@ -67,7 +60,7 @@ Checkpoints::Checkpoints(std::string root, int keep_last)
 
 std::string Checkpoints::folder_of(int64_t step) const {
   TORCH_CHECK_VALUE(step >= 0, "a step must not be negative, got ", step);
-  return (fs::path(root_) / (std::string(kPrefix) + std::to_string(step))).string();
+  return files::join(root_, name_of(step));
 }
 
 std::vector<int64_t> Checkpoints::steps() const { return steps_in(root_, true); }
@@ -76,11 +69,8 @@ std::optional<std::string> Checkpoints::latest() const {
   const auto complete = steps();
   if (complete.empty()) return std::nullopt;
   // The link counts while it leads somewhere: somebody may have turned it back on purpose.
-  const fs::path link = fs::path(root_) / kLatest;
-  if (fs::is_symlink(link) && is_complete(link)) {
-    const int64_t step = step_of(fs::read_symlink(link).filename().string());
-    if (std::binary_search(complete.begin(), complete.end(), step)) return folder_of(step);
-  }
+  const int64_t step = step_of(files::storage_of(root_).link_target(files::join(root_, kLatest)));
+  if (std::binary_search(complete.begin(), complete.end(), step)) return folder_of(step);
   return folder_of(complete.back());
 }
 
@@ -99,7 +89,7 @@ std::vector<std::string> Checkpoints::prune(int keep) const {
 SaveOptions Checkpoints::with_link(const SaveOptions& options, int64_t step) const {
   SaveOptions with = options;
   with.on_complete = [*this, step, next = options.on_complete] {
-    point_at(root_, fs::path(folder_of(step)).filename().string());
+    files::storage_of(root_).link(files::join(root_, kLatest), name_of(step));
     if (keep_last_ > 0) {
       for (const int64_t old : older_than(root_, keep_last_)) {
         if (old != step) remove_checkpoint(folder_of(old));

@@ -1,11 +1,10 @@
 #include "checkpoint/checksums.h"
 
-#include "checkpoint/file_io.h"
+#include "checkpoint/storage.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <nlohmann/json.hpp>
 
 namespace fsdp2::dcp {
@@ -36,10 +35,11 @@ std::optional<Checksums> read_checksums(const std::string& folder, const Metadat
   if (id.empty() || id.size() > 64 || !std::all_of(id.begin(), id.end(), plain)) {
     return std::nullopt;
   }
-  const std::string path = (std::filesystem::path(folder) / checksums_name(id)).string();
-  if (!std::filesystem::exists(path)) return std::nullopt;
+  const std::string path = files::join(folder, checksums_name(id));
+  const auto bytes = files::read_if_there(path);
+  if (!bytes) return std::nullopt;
   try {
-    const Json json = Json::parse(files::read_all(path));
+    const Json json = Json::parse(*bytes);
     TORCH_CHECK(json.at("algorithm") == kAlgorithm, path, " has checksums of the unknown kind ",
                 json.at("algorithm").dump());
     Checksums checksums;

@@ -2,6 +2,8 @@
 
 // Reading and writing whole files and parts of them. Errors name the file and what the system says.
 
+#include "checkpoint/storage.h"
+
 #include <cstdint>
 #include <future>
 #include <memory>
@@ -10,17 +12,14 @@
 namespace fsdp2::files {
 
 /// A file open for reading. Thread-safe.
-class ReadFile {
+class ReadFile final : public Readable {
  public:
   explicit ReadFile(std::string path);
-  ~ReadFile();
-  ReadFile(const ReadFile&) = delete;
-  ReadFile& operator=(const ReadFile&) = delete;
+  ~ReadFile() override;
 
-  const std::string& path() const { return path_; }
-  uint64_t size() const { return size_; }
-  /// Error if the file ends before.
-  void read(uint64_t offset, void* to, uint64_t count) const;
+  const std::string& path() const override { return path_; }
+  uint64_t size() const override { return size_; }
+  void read(uint64_t offset, void* to, uint64_t count) const override;
 
  private:
   std::string path_;

@@ -7,8 +7,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <filesystem>
-
 namespace fsdp2::dcp {
 namespace {
 
@@ -91,10 +89,10 @@ VerifyReport verify(const std::string& folder,
   };
   std::optional<Checksums> checksums;
   note([&] {
-    checksums = read_checksums(folder, metadata);
+    checksums = read_checksums(checkpoint.folder, metadata);
     if (!checksums) return;
-    const auto path = (std::filesystem::path(folder) / ".metadata").string();
-    const std::string bytes = files::read_all(path);
+    const std::string path = files::join(checkpoint.folder, ".metadata");
+    const std::string bytes = files::read_if_there(path).value_or("");
     TORCH_CHECK(files::digest_of(bytes.data(), bytes.size()) == checksums->metadata, path,
                 " is damaged: it has other bytes than were saved");
   });
@@ -105,7 +103,7 @@ VerifyReport verify(const std::string& folder,
     for (const StoredChunk& chunk : entry.chunks) {
       if (chunk.place.file.empty()) continue;
       note([&] {
-        const files::ReadFile& file = checkpoint.files.at(chunk.place.file);
+        const files::Readable& file = checkpoint.files.at(chunk.place.file);
         if (checksums) check_item(file, chunk.place, *checksums);
         if (entry.is_tensor) {
           read_stored_tensor(file, chunk.place.offset, chunk.place.length);

@@ -8,24 +8,24 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <unordered_set>
 
 namespace fsdp2::dcp {
 
-const files::ReadFile& OpenFiles::at(const std::string& name) {
+const files::Readable& OpenFiles::at(const std::string& name) {
   auto& file = files_[name];
   if (!file) {
-    const auto path = std::filesystem::path(folder_) / name;
-    TORCH_CHECK(std::filesystem::exists(path), "the checkpoint is damaged: ", path.string(),
-                " is missing");
-    file = std::make_unique<files::ReadFile>(path.string());
+    const std::string path = files::join(folder_, name);
+    file = files::storage_of(path).open(path);
+    TORCH_CHECK(file, "the checkpoint is damaged: ", path, " is missing");
   }
   return *file;
 }
 
 OpenCheckpoint::OpenCheckpoint(const std::string& where)
-    : folder(where), metadata(read_metadata(folder)), files(folder) {}
+    : folder(files::storage_of(where).follow(where)),
+      metadata(read_metadata(folder)),
+      files(folder) {}
 
 std::vector<std::string> OpenCheckpoint::keys() const {
   std::vector<std::string> keys;
@@ -34,7 +34,7 @@ std::vector<std::string> OpenCheckpoint::keys() const {
   return keys;
 }
 
-void check_item(const files::ReadFile& file, const Place& place, const Checksums& checksums) {
+void check_item(const files::Readable& file, const Place& place, const Checksums& checksums) {
   const auto known = checksums.items.find({place.file, place.offset});
   TORCH_CHECK(known != checksums.items.end(), file.path(), ": there is no checksum of the item at ",
               place.offset);
@@ -143,7 +143,7 @@ class LoadPlanner {
   Value stored(const StoredEntry& entry) {
     if (entry.is_tensor) return whole(entry);
     const Place& place = entry.chunks.at(0).place;
-    const files::ReadFile& file = open(place);
+    const files::Readable& file = open(place);
     return read_object(file, place.offset, place.length);
   }
 
@@ -176,7 +176,7 @@ class LoadPlanner {
     for (const StoredChunk& chunk : entry.chunks) {
       const Block from{chunk.offsets, chunk.sizes};
       if (intersection(from, to).numel() == 0) continue;
-      const files::ReadFile& file = open(chunk.place);
+      const files::Readable& file = open(chunk.place);
       StoredTensor stored = read_stored_tensor(file, chunk.place.offset, chunk.place.length);
       TORCH_CHECK(stored.sizes == from.sizes && stored.dtype == entry.dtype, file.path(),
                   " is damaged: the item at byte ", chunk.place.offset, " is ", stored.dtype, " ",
@@ -186,8 +186,8 @@ class LoadPlanner {
     }
   }
 
-  const files::ReadFile& open(const Place& place) {
-    const files::ReadFile& file = checkpoint_.files.at(place.file);
+  const files::Readable& open(const Place& place) {
+    const files::Readable& file = checkpoint_.files.at(place.file);
     if (checksums_) check_item(file, place, *checksums_);
     return file;
   }

@@ -5,8 +5,8 @@
 #include "checkpoint/archive.h"
 #include "checkpoint/blocks.h"
 #include "checkpoint/checksums.h"
-#include "checkpoint/file_io.h"
 #include "checkpoint/flatten.h"
+#include "checkpoint/storage.h"
 
 #include <fsdp2/dcp.h>
 
@@ -23,16 +23,16 @@ class OpenFiles {
  public:
   explicit OpenFiles(std::string folder) : folder_(std::move(folder)) {}
   /// Error naming the file if it is not there.
-  const files::ReadFile& at(const std::string& name);
+  const files::Readable& at(const std::string& name);
 
  private:
   std::string folder_;
-  std::map<std::string, std::unique_ptr<files::ReadFile>> files_;
+  std::map<std::string, std::unique_ptr<files::Readable>> files_;
 };
 
 /// Elements to be copied from a stored block to this rank's part of a tensor.
 struct ReadTask {
-  const files::ReadFile* file = nullptr;
+  const files::Readable* file = nullptr;
   StoredTensor stored;
   Block from;          // what the stored block holds
   torch::Tensor data;  // where it goes
@@ -73,6 +73,6 @@ void run(const std::vector<ReadTask>& tasks, int threads);
 Value read_entry(const StoredEntry& entry, OpenCheckpoint& checkpoint);
 
 /// Error naming the file if the item's bytes are not those that were saved.
-void check_item(const files::ReadFile& file, const Place& place, const Checksums& checksums);
+void check_item(const files::Readable& file, const Place& place, const Checksums& checksums);
 
 }  // namespace fsdp2::dcp

@@ -1,11 +1,10 @@
-#include "checkpoint/file_io.h"
 #include "checkpoint/metadata_codec.h"
+#include "checkpoint/storage.h"
 
 #include <fsdp2/dcp_metadata.h>
 
 #include <c10/util/Exception.h>
 
-#include <filesystem>
 #include <functional>
 #include <numeric>
 
@@ -33,19 +32,20 @@ StoredEntry& Metadata::add(StoredEntry entry) {
   return entries.back();
 }
 
-Metadata read_metadata(const std::string& folder) {
-  namespace fs = std::filesystem;
-  const fs::path path = fs::path(folder) / ".metadata";
-  TORCH_CHECK(fs::is_directory(folder), "there is no checkpoint ", folder,
-              fs::exists(folder) ? ": it is not a folder" : "");
-  if (!fs::exists(path)) {
-    TORCH_CHECK(!fs::exists(fs::path(folder) / "__0.metadata"), folder,
+Metadata read_metadata(const std::string& where) {
+  const files::Storage& storage = files::storage_of(where);
+  const std::string folder = storage.follow(where), path = files::join(folder, ".metadata");
+  const auto bytes = files::read_if_there(path);
+  if (!bytes) {
+    TORCH_CHECK(!storage.list(folder).empty(), "there is no checkpoint ", folder,
+                storage.size(folder) ? ": it is not a folder" : "");
+    TORCH_CHECK(!storage.size(files::join(folder, "__0.metadata")), folder,
                 " was saved with use_collectives=False, one metadata file a rank, which is not "
                 "supported: save it with collectives");
     TORCH_CHECK(false, folder,
                 " is not a complete checkpoint: it has no .metadata, which is written last");
   }
-  return decode(files::read_all(path.string()), path.string());
+  return decode(*bytes, path);
 }
 
 }  // namespace fsdp2::dcp

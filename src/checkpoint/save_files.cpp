@@ -3,14 +3,13 @@
 #include "checkpoint/archive.h"
 #include "checkpoint/checksums.h"
 #include "checkpoint/digest.h"
-#include "checkpoint/file_io.h"
 #include "checkpoint/metadata_codec.h"
+#include "checkpoint/storage.h"
 
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <charconv>
-#include <filesystem>
 #include <iomanip>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -21,7 +20,6 @@
 namespace fsdp2::dcp {
 namespace {
 
-namespace fs = std::filesystem;
 using Json = nlohmann::json;
 
 constexpr const char* kMetadataFile = ".metadata";
@@ -55,11 +53,11 @@ struct Start {
 
 Start prepare(const std::string& folder, const Exchange& exchange) {
   const auto answers = exchange.all([&] {
-    fs::create_directories(folder);
+    files::storage_of(folder).make_folder(folder);
     if (exchange.rank() != 0) return std::string();
     int64_t first = 0;
-    for (const auto& entry : fs::directory_iterator(folder)) {
-      first = std::max(first, file_number(entry.path().filename().string()) + 1);
+    for (const std::string& name : files::storage_of(folder).list(folder)) {
+      first = std::max(first, file_number(name) + 1);
     }
     return Json{new_save_id(), first}.dump();
   });
@@ -110,14 +108,14 @@ std::vector<std::vector<WriteItem>> share(const SaveJob& job, int rank) {
 std::vector<Written> write_file(const SaveJob& job, const std::vector<WriteItem>& items,
                                 const std::string& name) {
   torch::NoGradGuard no_grad;
-  files::WriteFile file((fs::path(job.folder) / name).string());
+  const auto file = files::storage_of(job.folder).create(files::join(job.folder, name));
   std::vector<Written> written;
   for (const WriteItem& item : items) {
-    Written done{item.entry, item.block, {name, file.size(), 0}, 0};
+    Written done{item.entry, item.block, {name, file->size(), 0}, 0};
     files::Digest digest;
     const Sink sink = [&](const void* data, size_t size) {
       digest.add(data, size);
-      file.write(data, size);
+      file->write(data, size);
     };
     if (item.leaf->is_tensor()) {
       const StoredChunk& chunk = job.plan->entries[item.entry].chunks[item.block];
@@ -127,11 +125,11 @@ std::vector<Written> write_file(const SaveJob& job, const std::vector<WriteItem>
     } else {
       sink(item.leaf->archive.data(), item.leaf->archive.size());
     }
-    done.place.length = file.size() - done.place.offset;
+    done.place.length = file->size() - done.place.offset;
     done.digest = digest.value();
     written.push_back(std::move(done));
   }
-  file.sync();
+  file->sync();
   return written;
 }
 
@@ -147,7 +145,7 @@ std::vector<Written> write_files(const SaveJob& job, const Exchange& exchange, c
     });
   }
   in_threads(jobs);
-  files::sync_folder(job.folder);
+  files::storage_of(job.folder).sync_folder(job.folder);
   std::vector<Written> all;
   for (auto& part : written) all.insert(all.end(), part.begin(), part.end());
   return all;
@@ -184,16 +182,23 @@ Metadata collect(const SaveJob& job, const std::vector<std::string>& reports,
       sizes[place.file] = std::max(sizes[place.file], place.offset + place.length);
     }
     for (const auto& [file, size] : sizes) {
-      std::error_code error;
-      const auto seen = fs::file_size(fs::path(job.folder) / file, error);
-      TORCH_CHECK(!error && seen == size, "rank ", exchange.ranks()[rank], " on host ",
+      const auto seen = files::storage_of(job.folder).size(files::join(job.folder, file));
+      TORCH_CHECK(seen && *seen == size, "rank ", exchange.ranks()[rank], " on host ",
                   json[0].get<std::string>(), " wrote ", file, " (", size, " bytes), but rank ",
                   exchange.ranks()[0], " on host ", host_name(),
-                  error ? " does not see it" : " sees another size", ": ", job.folder,
+                  seen ? " sees another size" : " does not see it", ": ", job.folder,
                   " must be on a disk that all hosts share");
     }
   }
   return metadata;
+}
+
+/// For what may fail, as the next save does it again.
+void quietly(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch)
+  }
 }
 
 /// Whatever an older save left and this one does not use.
@@ -202,12 +207,12 @@ void remove_stale(const std::string& folder, const Metadata& metadata) {
   for (const StoredEntry& entry : metadata.entries) {
     for (const StoredChunk& chunk : entry.chunks) used.insert(chunk.place.file);
   }
-  std::error_code ignored;
-  for (const auto& entry : fs::directory_iterator(folder, ignored)) {
-    const std::string name = entry.path().filename().string();
+  const files::Storage& storage = files::storage_of(folder);
+  for (const std::string& name : storage.list(folder)) {
     const bool ours = file_number(name) >= 0 || name.starts_with(".checksums.") ||
                       name == std::string(kMetadataFile) + ".tmp";
-    if (ours && used.count(name) == 0) fs::remove(entry.path(), ignored);
+    if (!ours || used.count(name) > 0) continue;
+    quietly([&] { storage.remove(files::join(folder, name)); });
   }
 }
 
@@ -216,10 +221,10 @@ void commit(const SaveJob& job, Metadata metadata, Checksums checksums, const St
   metadata.version = "1.0.0";
   const std::string bytes = encode(metadata);
   checksums.metadata = files::digest_of(bytes.data(), bytes.size());
-  const fs::path folder = job.folder;
-  files::replace((folder / checksums_name(start.save_id)).string(), encode(checksums));
-  files::replace((folder / kMetadataFile).string(), bytes);
-  remove_stale(job.folder, metadata);
+  const files::Storage& storage = files::storage_of(job.folder);
+  storage.replace(files::join(job.folder, checksums_name(start.save_id)), encode(checksums));
+  storage.replace(files::join(job.folder, kMetadataFile), bytes);
+  quietly([&] { remove_stale(job.folder, metadata); });
 }
 
 }  // namespace
@@ -231,9 +236,9 @@ void run(const SaveJob& job, const Exchange& exchange) {
     reports = exchange.all([&] { return report(write_files(job, exchange, start)); });
   } catch (const FailedEverywhere&) {
     // Only then is it sure that nobody commits. What is left otherwise, the next save removes.
-    std::error_code ignored;
     for (int64_t i = 0; i < job.threads; ++i) {
-      fs::remove(fs::path(job.folder) / data_file(exchange.rank(), start.first_file + i), ignored);
+      const std::string name = data_file(exchange.rank(), start.first_file + i);
+      quietly([&] { files::storage_of(job.folder).remove(files::join(job.folder, name)); });
     }
     throw;
   }
