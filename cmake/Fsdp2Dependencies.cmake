@@ -20,6 +20,18 @@ if(FSDP2_BUILD_BENCHMARKS)
   find_package(benchmark REQUIRED)
 endif()
 
+# Checkpoints in buckets need a libcurl that signs for S3.
+function(fsdp2_storages target)
+  if(FSDP2_S3)
+    find_package(CURL 7.88 REQUIRED)
+    target_link_libraries(${target} PRIVATE CURL::libcurl)
+    set(other src/checkpoint/no_s3.cpp)
+  else()
+    set(other src/checkpoint/s3_request.cpp src/checkpoint/s3_storage.cpp)
+  endif()
+  set_source_files_properties(${other} PROPERTIES HEADER_FILE_ONLY TRUE)
+endfunction()
+
 # The pip wheel exports gloo's symbols but not gloo's headers; ProcessGroupGloo.hpp needs only a handful of
 # declarations, which src/comm/gloo_declarations has. Real headers win when they are found.
 function(fsdp2_comm_backends target)

@@ -18,6 +18,8 @@
 // files beside the old ones and removes those afterwards, so that whatever happens the folder holds
 // the one or the other. No rank fails alone: an error on one is raised on all, naming the rank.
 //
+// "s3://bucket/prefix" may stand for any folder of a checkpoint: docs/s3.md.
+//
 // All functions are collective over the group, called by every rank of it. Not thread-safe.
 
 #include <fsdp2/dcp_metadata.h>

@@ -48,7 +48,8 @@ struct CkptArguments {
 };
 
 void print_info(const CkptArguments& arguments) {
-  const dcp::Metadata metadata = dcp::read_metadata(arguments.folder);
+  const dcp::Reader reader(arguments.folder);
+  const dcp::Metadata& metadata = reader.metadata();
   int64_t tensors = 0, elements = 0, blocks = 0;
   uint64_t bytes = 0;
   std::set<std::string> files;
@@ -93,7 +94,8 @@ bool is_selected(const StoredEntry& entry, const std::string& prefix) {
 }
 
 void print_list(const CkptArguments& arguments) {
-  const dcp::Metadata metadata = dcp::read_metadata(arguments.folder);
+  const dcp::Reader reader(arguments.folder);
+  const dcp::Metadata& metadata = reader.metadata();
   size_t widest = 4;
   for (const StoredEntry& entry : metadata.entries) widest = std::max(widest, entry.key.size());
   Json rows = Json::array();
@@ -226,9 +228,15 @@ void prune(const CkptArguments& arguments) {
   std::printf("%zu removed\n", gone.size());
 }
 
+/// What is in a bucket is seen when it is asked for.
+CLI::Validator or_bucket(CLI::Validator on_disk) {
+  return {[on_disk](std::string& path) { return path.starts_with("s3://") ? "" : on_disk(path); },
+          on_disk.get_description() + " or s3://BUCKET/PREFIX"};
+}
+
 void add_folder(CLI::App& command, std::string& folder,
                 const char* what = "Folder of a checkpoint") {
-  command.add_option("folder", folder, what)->required()->check(CLI::ExistingDirectory);
+  command.add_option("folder", folder, what)->required()->check(or_bucket(CLI::ExistingDirectory));
 }
 
 }  // namespace
@@ -274,7 +282,7 @@ void add_ckpt(CLI::App& app, int& exit_code) {
   add_folder(*compare, arguments->folder);
   compare->add_option("other", arguments->other, "Folder of another checkpoint")
       ->required()
-      ->check(CLI::ExistingDirectory);
+      ->check(or_bucket(CLI::ExistingDirectory));
   add_prefix(compare);
   add_json(compare);
 
@@ -289,7 +297,7 @@ void add_ckpt(CLI::App& app, int& exit_code) {
       ->add_option("from", arguments->folder,
                    "Folder of a checkpoint, or a .safetensors or .pt file")
       ->required()
-      ->check(CLI::ExistingPath);
+      ->check(or_bucket(CLI::ExistingPath));
   convert
       ->add_option("to", arguments->other,
                    "What to write: NAME.safetensors, NAME.pt, or else a checkpoint's folder")

@@ -15,6 +15,11 @@ bool is_torch_file(const std::string& path) {
   return path.ends_with(".pt") || path.ends_with(".pth") || path.ends_with(".bin");
 }
 
+bool is_in_bucket(const std::string& path) { return path.starts_with("s3://"); }
+bool is_folder(const std::string& path) {
+  return is_in_bucket(path) || std::filesystem::is_directory(path);
+}
+
 /// Tensors only: the format has no place for anything else.
 void write_safetensors(const std::string& folder, const std::string& path,
                        const std::string& prefix) {
@@ -34,6 +39,14 @@ void write_safetensors(const std::string& folder, const std::string& path,
 
 dcp::StateDict read_any(const std::string& from, const std::string& prefix) {
   dcp::StateDict state;
+  if (is_folder(from) && prefix.empty()) return dcp::load_everything(from);
+  if (is_folder(from)) {
+    const dcp::Reader reader(from);
+    for (const std::string& key : reader.keys()) {
+      if (key.starts_with(prefix)) state[key] = reader.load_one(key);
+    }
+    return state;
+  }
   if (is_safetensors(from)) {
     const safetensors::Reader reader(from);
     for (const auto& entry : reader.entries()) {
@@ -41,18 +54,10 @@ dcp::StateDict read_any(const std::string& from, const std::string& prefix) {
     }
     return state;
   }
-  if (is_torch_file(from)) {
-    const dcp::Value value = dcp::read_torch_file(from);
-    TORCH_CHECK_VALUE(value.is_dict(), from, " holds ", value.kind(), ", not a dict");
-    for (const auto& [name, item] : value.dict()) {
-      if (name.starts_with(prefix)) state[name] = item;
-    }
-    return state;
-  }
-  if (prefix.empty()) return dcp::load_everything(from);
-  const dcp::Reader reader(from);
-  for (const std::string& key : reader.keys()) {
-    if (key.starts_with(prefix)) state[key] = reader.load_one(key);
+  const dcp::Value value = dcp::read_torch_file(from);
+  TORCH_CHECK_VALUE(value.is_dict(), from, " holds ", value.kind(), ", not a dict");
+  for (const auto& [name, item] : value.dict()) {
+    if (name.starts_with(prefix)) state[name] = item;
   }
   return state;
 }
@@ -60,12 +65,11 @@ dcp::StateDict read_any(const std::string& from, const std::string& prefix) {
 }  // namespace
 
 void convert_checkpoint(const std::string& from, const std::string& to, const std::string& prefix) {
-  TORCH_CHECK_VALUE(
-      std::filesystem::is_directory(from) || is_safetensors(from) || is_torch_file(from), from,
-      " is neither a checkpoint's folder nor a .safetensors or .pt file");
-  if (is_safetensors(to) && std::filesystem::is_directory(from)) {
-    return write_safetensors(from, to, prefix);
-  }
+  TORCH_CHECK_VALUE(is_folder(from) || is_safetensors(from) || is_torch_file(from), from,
+                    " is neither a checkpoint's folder nor a .safetensors or .pt file");
+  TORCH_CHECK_VALUE(!is_in_bucket(to) || !(is_safetensors(to) || is_torch_file(to)), to,
+                    " cannot be written: only checkpoints can be in a bucket");
+  if (is_safetensors(to) && is_folder(from)) return write_safetensors(from, to, prefix);
   const dcp::StateDict state = read_any(from, prefix);
   TORCH_CHECK_VALUE(!state.empty(), from, " has no keys that start with '", prefix, "'");
   if (is_torch_file(to)) {

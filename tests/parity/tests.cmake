@@ -8,6 +8,11 @@ if(FSDP2_PYTHON)
     $<TARGET_FILE:fsdp2_cli> $<TARGET_FILE:checkpoint_worker>)
   add_test(NAME parity/behaviours
     COMMAND ${FSDP2_PYTHON} ${PROJECT_SOURCE_DIR}/bench/parity.py $<TARGET_FILE:fsdp2_cli> --quick)
-  set_tests_properties(parity/step parity/safetensors parity/dcp parity/behaviours PROPERTIES TIMEOUT 180 LABELS parity
+  if(FSDP2_S3)
+    add_test(NAME parity/s3 COMMAND ${FSDP2_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/parity/s3_parity.py
+      $<TARGET_FILE:fsdp2_cli> $<TARGET_FILE:checkpoint_worker>)
+    set(s3 parity/s3)
+  endif()
+  set_tests_properties(${s3} parity/step parity/safetensors parity/dcp parity/behaviours PROPERTIES TIMEOUT 180 LABELS parity
     SKIP_RETURN_CODE 77 ENVIRONMENT "OMP_NUM_THREADS=1;PYTHONDONTWRITEBYTECODE=1")
 endif()
