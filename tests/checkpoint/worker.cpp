@@ -1,10 +1,12 @@
 // A small training program for tests that need one of another process: run under `fsdp2 run`.
 //
 //   checkpoint_worker MESH IN OUT STEPS
+//   checkpoint_worker copy IN OUT
 //
 // MESH is "shard" or "2x2". Loads the checkpoint IN ("-": starts anew), saves it to OUT ("-": does
 // not), trains STEPS steps and prints, on rank 0, the losses as JSON. The same model, data and
-// options as tests/parity/dcp_parity.py.
+// options as tests/parity/dcp_parity.py. `copy` loads all that IN has, each tensor sharded over the
+// ranks, and saves that to OUT.
 
 #include <fsdp2/fsdp2.h>
 
@@ -41,15 +43,43 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
+void copy(const std::string& in, const std::string& out) {
+  const auto mesh = fsdp2::init_device_mesh("cpu", {fsdp2::get_world_size()}, {"shard"});
+  fsdp2::dcp::StateDict state;
+  for (const auto& entry : fsdp2::dcp::read_metadata(in).entries) {
+    fsdp2::dcp::Value wanted;  // None: whatever there is
+    if (entry.is_tensor) {
+      const auto whole = torch::zeros(entry.sizes, entry.dtype);
+      wanted = entry.sizes.empty()
+                   ? whole
+                   : torch::Tensor(fsdp2::distribute_tensor(whole, mesh, {fsdp2::Shard(0)}));
+    }
+    fsdp2::dcp::Value* place = &state[std::get<std::string>(entry.path.at(0))];
+    for (size_t i = 1; i < entry.path.size(); ++i) {
+      place = &(*place)[std::get<std::string>(entry.path[i])];
+    }
+    *place = std::move(wanted);
+  }
+  fsdp2::dcp::load(state, in);
+  fsdp2::dcp::save(state, out);
+  fsdp2::destroy_process_group();
+}
+
 }  // namespace
 
 int main(int count, char** arguments) try {
-  if (count != 5) {
-    std::cerr << "usage: checkpoint_worker shard|2x2 IN|- OUT|- STEPS\n";
+  const bool copies = count == 4 && std::string(arguments[1]) == "copy";
+  if (count != 5 && !copies) {
+    std::cerr << "usage: checkpoint_worker shard|2x2 IN|- OUT|- STEPS\n"
+              << "       checkpoint_worker copy IN OUT\n";
     return 2;
   }
   const std::string layout = arguments[1], in = arguments[2], out = arguments[3];
   fsdp2::init_process_group();
+  if (copies) {
+    copy(in, out);
+    return 0;
+  }
   const int ranks = fsdp2::get_world_size();
   const auto mesh = layout == "2x2" ? fsdp2::init_device_mesh("cpu", {2, 2}, {"replicate", "shard"})
                                     : fsdp2::init_device_mesh("cpu", {ranks}, {"shard"});
