@@ -3,6 +3,7 @@
 // One item of a checkpoint's data file: what torch.save writes, a zip archive of uncompressed
 // records ("data.pkl", "data/0", ...).
 
+#include "checkpoint/pickle_writer.h"
 #include "checkpoint/storage.h"
 
 #include <torch/types.h>
@@ -10,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <string>
+#include <vector>
 
 namespace fsdp2::dcp {
 
@@ -42,5 +44,11 @@ using Sink = std::function<void(const void* data, size_t size)>;
 /// `tensor`: plain, contiguous, on the CPU; its bytes go to the sink as one piece.
 void write_tensor(const torch::Tensor& tensor, const Sink& sink);
 void write_object(const Value& value, const Sink& sink);
+
+/// What both are made of: the records of torch.save, in its order; and the call that makes a
+/// contiguous tensor of the record "data/<index>".
+void write_archive(const std::string& pickle, const std::vector<torch::Tensor>& tensors,
+                   const Sink& sink);
+void put_tensor(const torch::Tensor& tensor, size_t index, pickle::Writer& out);
 
 }  // namespace fsdp2::dcp

@@ -102,6 +102,8 @@ Records read_records(const files::Readable& file, uint64_t offset, uint64_t leng
   const Directory directory = find_directory(item);
   const std::string entries = item.read(directory.offset, directory.size);
   Records records;
+  std::vector<std::pair<uint64_t, uint64_t>> spans;
+  spans.reserve(directory.records);
   uint64_t at = 0;
   for (uint64_t i = 0; i < directory.records; ++i) {
     item.check(at + kEntrySize <= entries.size(), "its directory is cut short");
@@ -124,10 +126,15 @@ Records read_records(const files::Readable& file, uint64_t offset, uint64_t leng
     const uint64_t data =
         local + kLocalSize + field<uint16_t>(header, 26) + uint64_t{field<uint16_t>(header, 28)};
     item.check(data <= length && size <= length - data, "a record reaches outside of it");
+    if (size > 0) spans.emplace_back(data, data + size);
     const size_t slash = name.find('/');
     item.check(slash != std::string::npos, "a record lies outside of the archive's folder");
     item.check(records.emplace(name.substr(slash + 1), Record{offset + data, size}).second,
                "two records have one name");
+  }
+  std::sort(spans.begin(), spans.end());
+  for (size_t i = 1; i < spans.size(); ++i) {
+    item.check(spans[i - 1].second <= spans[i].first, "two records overlap");
   }
   return records;
 }
@@ -272,12 +279,18 @@ Value read_torch_file(const std::string& path) {
   const Contents contents = read_contents(file, 0, file.size());
   try {
     const pickle::Tree tree(contents.pickle);
+    std::map<uint64_t, torch::Tensor> storages;  // by place: tensors share them, as in Python
     return value_of(tree, [&](const pickle::Node& node) {
       const StoredTensor stored = parse_tensor(item, contents, tree, node);
-      const torch::Tensor storage =
-          torch::empty({stored.storage_numel}, torch::TensorOptions(stored.dtype));
-      file.read(stored.data.offset, storage.mutable_data_ptr(), storage.nbytes());
-      return storage.as_strided(stored.sizes, stored.strides, stored.storage_offset);
+      torch::Tensor& bytes = storages[stored.data.offset];
+      if (!bytes.defined()) {
+        bytes = torch::empty({static_cast<int64_t>(stored.data.size)}, torch::kUInt8);
+        file.read(stored.data.offset, bytes.mutable_data_ptr(), stored.data.size);
+      }
+      const auto element = static_cast<int64_t>(c10::elementSize(stored.dtype));
+      return bytes.narrow(0, 0, stored.storage_numel * element)
+          .view(stored.dtype)
+          .as_strided(stored.sizes, stored.strides, stored.storage_offset);
     });
   } catch (const pickle::Malformed& error) {
     item.fail(error.what());

@@ -3,19 +3,13 @@
 #include "checkpoint/file_io.h"
 #include "checkpoint/objects.h"
 
-#include <fsdp2/dcp.h>
-#include <fsdp2/dtensor.h>
-
 #include <bit>
 #include <caffe2/serialize/inline_container.h>
-#include <filesystem>
 
 namespace fsdp2::dcp {
-namespace {
 
 static_assert(std::endian::native == std::endian::little, "checkpoints are little-endian");
 
-/// The records of torch.save, in its order.
 void write_archive(const std::string& pickle, const std::vector<torch::Tensor>& tensors,
                    const Sink& sink) {
   caffe2::serialize::PyTorchStreamWriter writer([&](const void* data, size_t size) {
@@ -37,7 +31,6 @@ void write_archive(const std::string& pickle, const std::vector<torch::Tensor>& 
   writer.writeEndOfFile();
 }
 
-/// The call that makes a contiguous tensor of the record "data/<index>".
 void put_tensor(const torch::Tensor& tensor, size_t index, pickle::Writer& out) {
   const std::string storage = storage_class(tensor.scalar_type());
   const bool typed = !storage.empty();
@@ -57,8 +50,6 @@ void put_tensor(const torch::Tensor& tensor, size_t index, pickle::Writer& out) 
   out.tuple().reduce();
 }
 
-}  // namespace
-
 void write_tensor(const torch::Tensor& tensor, const Sink& sink) {
   pickle::Writer out;
   put_tensor(tensor, 0, out);
@@ -71,25 +62,6 @@ void write_object(const Value& value, const Sink& sink) {
     return sink(archive.data(), archive.size());
   }
   write_archive(to_pickle(value), {}, sink);
-}
-
-void write_torch_file(const StateDict& state, const std::string& path) {
-  torch::NoGradGuard no_grad;
-  std::vector<torch::Tensor> tensors;
-  pickle::Writer out;
-  write_value(state, out, [&](const torch::Tensor& tensor, pickle::Writer& to) {
-    TORCH_CHECK_VALUE(tensor.defined() && !is_dtensor(tensor),
-                      "a torch.save file holds whole tensors: full_tensor() of sharded ones first");
-    tensors.push_back(tensor.detach().cpu().contiguous());
-    put_tensor(tensors.back(), tensors.size() - 1, to);
-  });
-  const std::string pickle = out.finish();
-  const std::string temporary = path + ".tmp";
-  std::filesystem::remove(temporary);
-  files::WriteFile file(temporary);
-  write_archive(pickle, tensors, [&](const void* data, size_t size) { file.write(data, size); });
-  file.sync();
-  std::filesystem::rename(temporary, path);
 }
 
 }  // namespace fsdp2::dcp

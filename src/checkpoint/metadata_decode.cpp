@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <tuple>
 
 namespace fsdp2::dcp {
 namespace {
@@ -38,8 +39,9 @@ class Decoder {
   }
 
  private:
-  static void check(bool sound, const std::string& what) {
-    if (!sound) throw Malformed(what);
+  template <class... Parts>
+  static void check(bool sound, const Parts&... what) {
+    if (!sound) throw Malformed(c10::str(what...));
   }
   static std::string_view text(const Node& node) {
     check(node.kind == Kind::kString, "a name is not a string");
@@ -58,7 +60,7 @@ class Decoder {
   }
   static const Node& at(const Fields& fields, std::string_view name) {
     const auto place = fields.find(name);
-    check(place != fields.end(), c10::str("there is no ", name));
+    check(place != fields.end(), "there is no ", name);
     return *place->second;
   }
   /// Null too if it is None.
@@ -71,20 +73,21 @@ class Decoder {
   const Node& state(const Node& node, std::string_view name) const {
     constexpr std::string_view modules[] = {"torch.distributed.checkpoint.metadata ",
                                             "torch.distributed.checkpoint.filesystem "};
-    check(node.kind == Kind::kCall, c10::str("a ", name, " is missing"));
+    check(node.kind == Kind::kCall, "a ", name, " is missing");
     const Node& of = tree_.item(node, 0);
     check(of.kind == Kind::kGlobal &&
               std::any_of(std::begin(modules), std::end(modules),
                           [&](auto module) { return of.text == c10::str(module, name); }),
-          c10::str("where a ", name, " should be there is a ",
-                   of.kind == Kind::kGlobal ? of.text : "value"));
-    check(node.items.size() == 3, c10::str("a ", name, " has no fields"));
+          "where a ", name, " should be there is a ", of.kind == Kind::kGlobal ? of.text : "value");
+    check(node.items.size() == 3, "a ", name, " has no fields");
     return tree_.item(node, 2);
   }
   Fields object(const Node& node, std::string_view name) const {
+    constexpr size_t most = 64;
+    const Node& dict = state(node, name);
+    check(dict.items.size() <= 2 * most, "a ", name, " has more than ", most, " fields");
     Fields fields;
-    each(state(node, name),
-         [&](const Node& key, const Node& value) { fields[text(key)] = &value; });
+    each(dict, [&](const Node& key, const Node& value) { fields[text(key)] = &value; });
     return fields;
   }
   bool is(const Node& node, std::string_view name) const {
@@ -126,7 +129,7 @@ class Decoder {
     return *dtype;
   }
 
-  StoredEntry entry(std::string key, const Node& node) const {
+  StoredEntry entry(std::string key, const Node& node) {
     StoredEntry entry;
     entry.key = std::move(key);
     if (is(node, "BytesStorageMetadata")) {
@@ -138,7 +141,11 @@ class Decoder {
     entry.dtype = dtype(entry.key, at(fields, "properties"));
     entry.sizes = size(at(fields, "size"));
     const Node& chunks = at(fields, "chunks");
-    check(chunks.kind == Kind::kList, c10::str(entry.key, " has no list of blocks"));
+    check(chunks.kind == Kind::kList, entry.key, " has no list of blocks");
+    // A list may be mentioned often, and each of its blocks.
+    blocks_ += chunks.items.size();
+    check(blocks_ <= tree_.size(), "it mentions more blocks than it describes");
+    entry.chunks.reserve(chunks.items.size());
     for (size_t i = 0; i < chunks.items.size(); ++i) {
       const Fields chunk = object(tree_.item(chunks, i), "ChunkStorageMetadata");
       entry.chunks.push_back({size(at(chunk, "offsets")), size(at(chunk, "sizes")), {}});
@@ -150,8 +157,7 @@ class Decoder {
   static int64_t volume(const StoredEntry& entry, const std::vector<int64_t>& sizes) {
     int64_t product = 1;
     for (const int64_t size : sizes) {
-      check(!__builtin_mul_overflow(product, size, &product),
-            c10::str(entry.key, " has an impossible size"));
+      check(!__builtin_mul_overflow(product, size, &product), entry.key, " has an impossible size");
     }
     return product;
   }
@@ -169,28 +175,49 @@ class Decoder {
     std::vector<const StoredChunk*> blocks;
     for (const StoredChunk& chunk : entry.chunks) {
       check(chunk.offsets.size() == entry.sizes.size() && chunk.sizes.size() == entry.sizes.size(),
-            c10::str("a block of ", entry.key, " has another number of dimensions"));
+            "a block of ", entry.key, " has another number of dimensions");
       for (size_t d = 0; d < entry.sizes.size(); ++d) {
         check(chunk.offsets[d] <= entry.sizes[d] &&
                   chunk.sizes[d] <= entry.sizes[d] - chunk.offsets[d],
-              c10::str("a block of ", entry.key, " reaches outside of it"));
+              "a block of ", entry.key, " reaches outside of it");
       }
       const int64_t elements = volume(entry, chunk.sizes);
       if (elements == 0) continue;
       check(!__builtin_add_overflow(filled, elements, &filled), "blocks are too large");
       blocks.push_back(&chunk);
     }
-    check(filled == volume(entry, entry.sizes),
-          c10::str("the blocks of ", entry.key, " do not fill it"));
-    if (entry.sizes.empty()) return;
+    check(filled == volume(entry, entry.sizes), "the blocks of ", entry.key, " do not fill it");
+    if (!entry.sizes.empty()) check_apart(entry.key, blocks);
+  }
+  /// Compares those that meet along the dimension that has the most cuts. Grids have few of them.
+  static void check_apart(const std::string& key, std::vector<const StoredChunk*>& blocks) {
+    const size_t d = most_cut(blocks);
     std::sort(blocks.begin(), blocks.end(),
-              [](const auto* a, const auto* b) { return a->offsets[0] < b->offsets[0]; });
+              [&](const auto* a, const auto* b) { return a->offsets[d] < b->offsets[d]; });
+    size_t left = 1'000'000 + 10'000 * blocks.size();
     for (size_t i = 0; i < blocks.size(); ++i) {
-      const int64_t end = blocks[i]->offsets[0] + blocks[i]->sizes[0];
-      for (size_t j = i + 1; j < blocks.size() && blocks[j]->offsets[0] < end; ++j) {
-        check(!overlap(*blocks[i], *blocks[j]), c10::str("blocks of ", entry.key, " overlap"));
+      const int64_t end = blocks[i]->offsets[d] + blocks[i]->sizes[d];
+      for (size_t j = i + 1; j < blocks.size() && blocks[j]->offsets[d] < end; ++j) {
+        check(!overlap(*blocks[i], *blocks[j]), "blocks of ", key, " overlap");
+        check(left-- > 0, "the blocks of ", key, " are too entangled to be checked");
       }
     }
+  }
+  static size_t most_cut(const std::vector<const StoredChunk*>& blocks) {
+    size_t best = 0, most = 0;
+    std::vector<int64_t> starts(blocks.size());
+    const size_t dimensions = blocks.empty() ? 0 : blocks[0]->offsets.size();
+    for (size_t d = 0; d < dimensions; ++d) {
+      for (size_t i = 0; i < blocks.size(); ++i) starts[i] = blocks[i]->offsets[d];
+      std::sort(starts.begin(), starts.end());
+      const auto cuts =
+          static_cast<size_t>(std::unique(starts.begin(), starts.end()) - starts.begin());
+      if (cuts > most) {
+        best = d;
+        most = cuts;
+      }
+    }
+    return best;
   }
 
   /// Left out where they are not as DefaultSavePlanner writes them: the keys then stay flat.
@@ -205,21 +232,36 @@ class Decoder {
       const auto place = by_key.find(entry.key);
       if (place == by_key.end()) continue;
       const Node& tuple = *place->second;
-      check(tuple.items.size() <= 100, c10::str(entry.key, " is nested too deep"));
-      for (size_t i = 0; i < tuple.items.size(); ++i) {
-        const Node& part = tree_.item(tuple, i);
-        if (part.kind == Kind::kString) {
-          entry.path.emplace_back(std::string(part.text));
-        } else {
-          entry.path.emplace_back(count(part));
-        }
-      }
+      check(tuple.items.size() <= 100, entry.key, " is nested too deep");
+      entry.path = path(tuple, entry.key);
     }
   }
+  /// Empty if it does not make the key.
+  std::vector<PathPart> path(const Node& tuple, std::string_view key) const {
+    std::vector<PathPart> path;
+    for (size_t i = 0; i < tuple.items.size(); ++i) {
+      const Node& part = tree_.item(tuple, i);
+      const std::string number = part.kind == Kind::kInt ? std::to_string(count(part)) : "";
+      const std::string_view name = part.kind == Kind::kInt ? number : text(part);
+      if (i > 0 && !skip(key, ".")) return {};
+      if (!skip(key, name)) return {};
+      if (part.kind == Kind::kInt) {
+        path.emplace_back(part.integer);
+      } else {
+        path.emplace_back(std::string(name));
+      }
+    }
+    return key.empty() ? path : std::vector<PathPart>{};
+  }
+  static bool skip(std::string_view& text, std::string_view what) {
+    if (!text.starts_with(what)) return false;
+    text.remove_prefix(what.size());
+    return true;
+  }
 
+  using Places = std::map<std::pair<std::string_view, std::vector<int64_t>>, Place>;
   void places(const Node& storage, Metadata& metadata) const {
-    using Block = std::pair<std::string_view, std::vector<int64_t>>;
-    std::map<Block, Place> places;
+    Places places;
     each(storage, [&](const Node& key, const Node& value) {
       const Fields index = object(key, "MetadataIndex");
       const Node* offset = optional(index, "offset");
@@ -227,32 +269,52 @@ class Decoder {
       Place place{std::string(text(at(info, "relative_path"))),
                   static_cast<uint64_t>(count(at(info, "offset"))),
                   static_cast<uint64_t>(count(at(info, "length")))};
-      check(inside(place.file),
-            c10::str("it names a file outside of the checkpoint, ", place.file));
+      check(inside(place.file), "it names a file outside of the checkpoint, ", place.file);
+      place.file = std::filesystem::path(place.file).lexically_normal().string();
       const Node* transforms = optional(info, "transform_descriptors");
       check(transforms == nullptr || transforms->items.empty(),
             "its files are compressed or encrypted by an extension");
-      places.emplace(
-          Block(text(at(index, "fqn")), offset == nullptr ? std::vector<int64_t>{} : size(*offset)),
-          std::move(place));
+      places.emplace(Places::key_type(text(at(index, "fqn")),
+                                      offset == nullptr ? std::vector<int64_t>{} : size(*offset)),
+                     std::move(place));
     });
+    check_items(places);
     for (StoredEntry& entry : metadata.entries) {
       for (StoredChunk& chunk : entry.chunks) {
         const auto place = places.find({entry.key, chunk.offsets});
         const bool empty = std::count(chunk.sizes.begin(), chunk.sizes.end(), 0) > 0;
-        check(place != places.end() || empty,
-              c10::str("it does not say where a block of ", entry.key, " lies"));
+        check(place != places.end() || empty, "it does not say where a block of ", entry.key,
+              " lies");
         if (place != places.end()) chunk.place = place->second;
       }
     }
   }
+  /// Else a small file could be read as any number of large tensors.
+  static void check_items(const Places& places) {
+    std::vector<const Place*> items;
+    items.reserve(places.size());
+    for (const auto& [block, place] : places) {
+      if (place.length > 0) items.push_back(&place);
+    }
+    std::sort(items.begin(), items.end(), [](const Place* a, const Place* b) {
+      return std::tie(a->file, a->offset) < std::tie(b->file, b->offset);
+    });
+    for (size_t i = 1; i < items.size(); ++i) {
+      const Place &before = *items[i - 1], &here = *items[i];
+      check(before.file != here.file || before.offset + before.length <= here.offset,
+            "two blocks lie at the same bytes of ", here.file, ", from ", here.offset, " on");
+    }
+  }
   static bool inside(const std::string& file) {
+    constexpr size_t longest = 4096;  // as the system
+    if (file.size() > longest) return false;
     const std::filesystem::path path(file);
     return !file.empty() && path.is_relative() && file.find('\0') == std::string::npos &&
            std::none_of(path.begin(), path.end(), [](const auto& part) { return part == ".."; });
   }
 
   const pickle::Tree tree_;
+  size_t blocks_ = 0;
 };
 
 }  // namespace

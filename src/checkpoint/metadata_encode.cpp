@@ -30,7 +30,9 @@ class Encoder {
       field("storage_data");
       dict([&] {
         for (const StoredEntry& entry : metadata.entries) {
-          for (size_t i = 0; i < entry.chunks.size(); ++i) place(entry, i);
+          for (size_t i = 0; i < entry.chunks.size(); ++i) {
+            if (!entry.chunks[i].place.file.empty()) place(entry, i);
+          }
         }
       });
       field("storage_meta");

@@ -15,14 +15,12 @@ using pickle::Unsupported;
 class ObjectReader {
  public:
   ObjectReader(const pickle::Tree& tree, const TensorReader& tensors)
-      : tree_(tree), tensors_(tensors) {}
+      : tree_(tree), tensors_(tensors), left_(kAtLeast + kMultiple * tree.length()) {}
 
   Value read(const Node& node, int depth = 0) {
-    // A pickle may mention one list many times, itself in itself even.
     constexpr int deepest = 100;
-    constexpr int64_t most_values = 10'000'000;
     if (depth > deepest) throw Unsupported("a value nested more than 100 deep");
-    if (++values_ > most_values) throw Unsupported("more than ten million values");
+    take(sizeof(Value) + node.text.size());
     switch (node.kind) {
       case Kind::kNone:
         return None{};
@@ -55,6 +53,13 @@ class ObjectReader {
   }
 
  private:
+  // A pickle may mention one value many times, a list in itself even; each becomes a copy.
+  static constexpr size_t kAtLeast = size_t{1024} * 1024, kMultiple = 1000;
+  void take(size_t bytes) {
+    if (bytes > left_) throw Unsupported("values that take a thousand times their pickle's bytes");
+    left_ -= bytes;
+  }
+
   static std::string name(const Node& node) {
     if (node.kind != Kind::kGlobal) return "an object without a class";
     std::string name(node.text);
@@ -62,7 +67,7 @@ class ObjectReader {
     return name;
   }
   /// Protocol 2 has no bytes: they are text that Python encodes again, each byte as a character.
-  std::optional<std::string> encoded_bytes(const Node& node) const {
+  std::optional<std::string> encoded_bytes(const Node& node) {
     const Node &function = tree_.item(node, 0), &arguments = tree_.item(node, 1);
     if (arguments.kind != Kind::kTuple) return std::nullopt;
     if (tree_.is_global(function, "__builtin__ bytes") && arguments.items.empty()) return "";
@@ -71,6 +76,7 @@ class ObjectReader {
     }
     const Node &text = tree_.item(arguments, 0), &codec = tree_.item(arguments, 1);
     if (text.kind != Kind::kString || codec.text != "latin1") return std::nullopt;
+    take(text.text.size());
     std::string bytes;
     for (size_t i = 0; i < text.text.size(); ++i) {
       const auto first = static_cast<uint8_t>(text.text[i]);
@@ -103,6 +109,7 @@ class ObjectReader {
     for (size_t i = 0; i < node.items.size(); i += 2) {
       const Node& key = tree_.item(node, i);
       if (key.kind != Kind::kString) throw Unsupported("a dict with keys that are not strings");
+      take(sizeof(StateDict::Entry) + key.text.size());
       dict[std::string(key.text)] = read(tree_.item(node, i + 1), depth + 1);
     }
     return dict;
@@ -110,7 +117,7 @@ class ObjectReader {
 
   const pickle::Tree& tree_;
   const TensorReader& tensors_;
-  int64_t values_ = 0;
+  size_t left_;  // bytes that values may still take
 };
 
 }  // namespace

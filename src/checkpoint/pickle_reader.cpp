@@ -5,7 +5,7 @@
 #include <bit>
 #include <cstring>
 #include <deque>
-#include <unordered_map>
+#include <limits>
 
 namespace fsdp2::pickle {
 
@@ -61,6 +61,9 @@ class Tree::Machine {
   void push_integer(int64_t value, Kind kind = Kind::kInt) { push(kind).integer = value; }
   void push_text(std::string_view text, Kind kind = Kind::kString) { push(kind).text = text; }
   void push_global(std::string_view module, std::string_view name) {
+    // The two may be values that are mentioned often.
+    constexpr size_t longest = 1000;
+    if (module.size() + name.size() > longest) fail("a class with a name of over 1000 characters");
     names_.push_back(c10::str(module, ' ', name));
     push_text(names_.back(), Kind::kGlobal);
   }
@@ -110,12 +113,18 @@ class Tree::Machine {
 
   void memoize(uint64_t index) {
     if (stack_.size() <= floor()) fail("a value is missing");
+    if (index >= memo_.size()) {
+      if (index > bytes_.size()) fail("it numbers more values than it can hold");
+      memo_.resize(index + 1, kNotThere);
+    }
+    if (memo_[index] == kNotThere) ++memoized_;
     memo_[index] = stack_.back();
   }
   void recall(uint64_t index) {
-    const auto place = memo_.find(index);
-    if (place == memo_.end()) fail("it refers to a value that is not there");
-    stack_.push_back(place->second);
+    if (index >= memo_.size() || memo_[index] == kNotThere) {
+      fail("it refers to a value that is not there");
+    }
+    stack_.push_back(memo_[index]);
   }
 
   void push_long(uint64_t count) {
@@ -214,7 +223,7 @@ class Tree::Machine {
       case 'r':
         return memoize(little<uint32_t>());
       case 0x94:
-        return memoize(memo_.size());
+        return memoize(memoized_);
       case 'h':
         return recall(little<uint8_t>());
       case 'j':
@@ -252,16 +261,19 @@ class Tree::Machine {
     }
   }
 
+  static constexpr Ref kNotThere = std::numeric_limits<Ref>::max();
+
   const std::string_view bytes_;
   std::vector<Node>& nodes_;
   std::deque<std::string>& names_;
   size_t at_ = 0;
   std::vector<Ref> stack_;
   std::vector<size_t> marks_;
-  std::unordered_map<uint64_t, Ref> memo_;
+  std::vector<Ref> memo_;
+  size_t memoized_ = 0;
 };
 
-Tree::Tree(std::string_view bytes) {
+Tree::Tree(std::string_view bytes) : length_(bytes.size()) {
   constexpr size_t longest = size_t{2} * 1024 * 1024 * 1024;
   if (bytes.size() > longest) throw Unsupported("a pickle of more than 2 GiB");
   root_ = Machine(bytes, nodes_, names_).run();

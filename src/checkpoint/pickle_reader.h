@@ -56,6 +56,9 @@ class Tree {
   explicit Tree(std::string_view bytes);
 
   const Node& root() const { return nodes_[root_]; }
+  /// Of the bytes and of the values in them: what a reader's memory is measured against.
+  size_t length() const { return length_; }
+  size_t size() const { return nodes_.size(); }
   const Node& operator[](Ref ref) const { return nodes_[ref]; }
   const Node& item(const Node& node, size_t index) const { return nodes_[node.items[index]]; }
   bool is_global(const Node& node, std::string_view name) const {
@@ -66,6 +69,7 @@ class Tree {
   class Machine;
   std::vector<Node> nodes_;
   std::deque<std::string> names_;  // of globals
+  size_t length_;
   Ref root_ = 0;
 };
 

@@ -57,12 +57,14 @@ Writer& Writer::real(double value) {
 Writer& Writer::string(std::string_view value) {
   TORCH_CHECK_VALUE(value.size() <= std::numeric_limits<uint32_t>::max(),
                     "a string of more than 4 GiB cannot be saved");
-  const std::string key = "s" + std::string(value);
-  if (recalled(key)) return *this;
+  // Long ones again each time: a reader is right not to believe in much text that a few bytes mean.
+  constexpr size_t longest_known = 1000;
+  const std::string key = value.size() <= longest_known ? "s" + std::string(value) : "";
+  if (!key.empty() && recalled(key)) return *this;
   put("X");
   raw(static_cast<uint32_t>(value.size()));
   put(value);
-  memoize(key);
+  if (!key.empty()) memoize(key);
   return *this;
 }
 Writer& Writer::bytes(std::string_view value) {

@@ -58,18 +58,24 @@ std::optional<torch::ScalarType> dtype_of(const std::string& name) {
 }
 
 uint64_t byte_count(const Entry& entry, const std::string& file) {
-  uint64_t bytes = c10::elementSize(entry.dtype);
+  auto bytes = static_cast<int64_t>(c10::elementSize(entry.dtype));
+  bool empty = false;
   for (const int64_t size : entry.sizes) {
-    TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, static_cast<uint64_t>(size), &bytes),
+    empty = empty || size == 0;  // of which the strides must fit too
+    TORCH_CHECK(size >= 0 && !__builtin_mul_overflow(bytes, std::max<int64_t>(size, 1), &bytes),
                 file, ": ", entry.name, " has an impossible size ", c10::IntArrayRef(entry.sizes));
   }
-  return bytes;
+  return empty ? 0 : static_cast<uint64_t>(bytes);
 }
 
 Json parse_header(const std::string& file, const char* begin, const char* end) {
   std::set<std::string> names;
   std::string twice;
   const auto note_key = [&](int depth, Json::parse_event_t event, Json& value) {
+    // An entry's lists are at depth 2; each bracket in brackets would take a hundred bytes.
+    TORCH_CHECK(depth <= 2 || (event != Json::parse_event_t::object_start &&
+                               event != Json::parse_event_t::array_start),
+                file, ": the safetensors header is nested too deep");
     if (depth == 1 && event == Json::parse_event_t::key &&
         !names.insert(value.get<std::string>()).second) {
       twice = value.get<std::string>();
@@ -85,6 +91,19 @@ Json parse_header(const std::string& file, const char* begin, const char* end) {
   TORCH_CHECK(header.is_object(), file, ": the safetensors header is not a JSON object");
   TORCH_CHECK(twice.empty(), file, ": two tensors are called ", twice);
   return header;
+}
+
+/// Sizes and offsets. JSON's other numbers would be cut to fit.
+std::vector<int64_t> integers(const Json& list, const std::string& entry) {
+  std::vector<int64_t> numbers;
+  numbers.reserve(list.size());
+  for (const Json& number : list.get_ref<const Json::array_t&>()) {
+    const bool fits = number.is_number_unsigned() ? number.get<uint64_t>() <= INT64_MAX
+                                                  : number.is_number_integer();
+    TORCH_CHECK(fits, entry, " is malformed: a size is no integer of 64 bits");
+    numbers.push_back(number.get<int64_t>());
+  }
+  return numbers;
 }
 
 }  // namespace
@@ -124,6 +143,7 @@ Reader::Reader(const std::string& path) {
   };
   std::vector<Span> spans;
   for (const auto& [name, value] : header.items()) {
+    const std::string what = c10::str(path, ": the safetensors header's entry ", name);
     try {
       if (name == kMetadataKey) {
         impl->metadata = value.get<Metadata>();
@@ -132,12 +152,14 @@ Reader::Reader(const std::string& path) {
       const auto dtype = dtype_of(value.at("dtype").get<std::string>());
       TORCH_CHECK(dtype, path, ": ", name, " has the unknown dtype ",
                   value.at("dtype").get<std::string>());
-      const auto offsets = value.at("data_offsets").get<std::array<uint64_t, 2>>();
-      spans.push_back(
-          {offsets[0], offsets[1], {name, *dtype, value.at("shape").get<std::vector<int64_t>>()}});
+      const auto offsets = integers(value.at("data_offsets"), what);
+      TORCH_CHECK(offsets.size() == 2 && offsets[0] >= 0 && offsets[1] >= offsets[0], what,
+                  " has impossible offsets ", c10::IntArrayRef(offsets));
+      spans.push_back({static_cast<uint64_t>(offsets[0]),
+                       static_cast<uint64_t>(offsets[1]),
+                       {name, *dtype, integers(value.at("shape"), what)}});
     } catch (const Json::exception& error) {
-      TORCH_CHECK(false, path, ": the safetensors header's entry ", name,
-                  " is malformed: ", error.what());
+      TORCH_CHECK(false, what, " is malformed: ", error.what());
     }
   }
   std::stable_sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) {
@@ -146,9 +168,9 @@ Reader::Reader(const std::string& path) {
   uint64_t next = 0;
   for (auto& span : spans) {
     const uint64_t bytes = byte_count(span.entry, path);
-    TORCH_CHECK(span.begin == next && span.end >= span.begin && span.end - span.begin == bytes,
-                path, ": ", span.entry.name, " should take ", bytes, " bytes from ", next,
-                " on, but the header says ", span.begin, " to ", span.end);
+    TORCH_CHECK(span.begin == next && span.end - span.begin == bytes, path, ": ", span.entry.name,
+                " should take ", bytes, " bytes from ", next, " on, but the header says ",
+                span.begin, " to ", span.end);
     next = span.end;
     impl->places[span.entry.name] = {impl->entries.size(), data_start + span.begin};
     impl->entries.push_back(std::move(span.entry));
