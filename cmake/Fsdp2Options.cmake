@@ -2,10 +2,11 @@
 option(FSDP2_BUILD_CLI "Build the fsdp2 binary (launcher and trainer)" ${PROJECT_IS_TOP_LEVEL})
 option(FSDP2_BUILD_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(FSDP2_BUILD_BENCHMARKS "Build the micro-benchmarks" OFF)
+option(FSDP2_BUILD_FUZZERS "Build the libFuzzer targets; needs clang" OFF)
 option(FSDP2_S3 "Checkpoints in s3:// buckets; needs libcurl" OFF)
 option(FSDP2_CHECKS "Guard against silent errors of use; OFF only to measure what that costs" ON)
 option(FSDP2_WERROR "Treat warnings as errors" OFF)
-option(FSDP2_CI_CHECKS "Add formatting, lint and sanitizer runs to the tests" OFF)
+option(FSDP2_CI_CHECKS "Add formatting, lint, sanitizer and fuzz runs to the tests" OFF)
 set(FSDP2_SANITIZE "" CACHE STRING "Sanitizers, e.g. address,undefined or thread")
 
 if(PROJECT_IS_TOP_LEVEL AND NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
