@@ -229,7 +229,7 @@ void prune(const CkptArguments& arguments) {
 }
 
 /// What is in a bucket is seen when it is asked for.
-CLI::Validator or_bucket(CLI::Validator on_disk) {
+CLI::Validator or_bucket(const CLI::Validator& on_disk) {
   return {[on_disk](std::string& path) { return path.starts_with("s3://") ? "" : on_disk(path); },
           on_disk.get_description() + " or s3://BUCKET/PREFIX"};
 }
