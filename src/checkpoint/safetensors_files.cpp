@@ -244,8 +244,9 @@ void save_files(const dcp::StateDict& state, const std::string& folder,
   }
   exchange.agree([&] {
     if (exchange.rank() != 0) return;
-    if (planned.size() > 1) return write_index(planned, folder);
-    fs::remove(fs::path(folder) / kIndex);  // of an older, larger one
+    // What an older one had of the other form goes: readers differ in which of the two they prefer.
+    if (planned.size() > 1) write_index(planned, folder);
+    fs::remove(fs::path(folder) / (planned.size() > 1 ? kOneFile : kIndex));
   });
 }
 

@@ -22,6 +22,7 @@ void take_preset(const CLI::App& command, const char* name, T& value, const T& p
 template <class Presets>
 void add_preset_option(CLI::App& command, std::string& preset, const Presets& presets) {
   std::vector<std::string> names;
+  names.reserve(presets.size());
   for (const auto& item : presets) names.push_back(item.first);
   command.add_option("--preset", preset, "Sizes that the options below change")
       ->check(CLI::IsMember(names))

@@ -1,7 +1,7 @@
 #pragma once
 
-// Text as training data: files are mapped as bytes, and a token is a byte. A document (a file) ends
-// with a zero byte.
+// Files as training data, mapped. Text: a token is a byte, and a document (a file) ends with a zero
+// byte. Or token ids that somebody else's tokenizer made: little-endian integers, as they are.
 
 #include "checkpoint/mapped_file.h"
 #include "train/tokens.h"
@@ -13,14 +13,16 @@ namespace fsdp2::train {
 
 inline constexpr int64_t kByteVocab = 256;
 
-/// One split: documents one after another, as a single run of tokens.
-class ByteStream {
+/// One split: documents one after another, as a single run of tokens of `width` bytes: 1, 2 or 4.
+class TokenStream {
  public:
   struct Piece {
-    const char* data = nullptr;  // size - 1 bytes and the zero byte, unless `open`
-    int64_t size = 0;
-    bool open = false;  // the document goes on elsewhere: no zero byte here
+    const char* data = nullptr;  // size - 1 tokens and a zero, unless `open`
+    int64_t size = 0;            // tokens
+    bool open = false;           // the document goes on elsewhere: no zero here
   };
+
+  explicit TokenStream(int64_t width = 1) : width_(width) {}
 
   void append(const Piece& piece);
   int64_t size() const { return starts_.back(); }
@@ -28,6 +30,7 @@ class ByteStream {
   void read(int64_t offset, int64_t count, int64_t* out) const;
 
  private:
+  int64_t width_;
   std::vector<Piece> pieces_;
   std::vector<int64_t> starts_{0};
 };
@@ -35,6 +38,8 @@ class ByteStream {
 struct DataOptions {
   std::vector<std::string> paths{};       // files, and folders that are searched below
   std::vector<std::string> extensions{};  // of files in folders, e.g. "h"; empty: all files
+  int64_t width = 1;                      // bytes a token: 1, text; 2 or 4, token ids
+  int64_t vocab = kByteVocab;             // the model's
   double validation = 0.05;               // the part that is held out
   int64_t seq = 128;
   uint64_t seed = 1234;
@@ -47,7 +52,7 @@ struct DataOptions {
 class Dataset {
  public:
   /// Errors name the path: one that does not exist or cannot be read; nothing found; too little
-  /// text for one window.
+  /// for one window; a token that is not in the vocabulary, for which all ids are read once.
   explicit Dataset(const DataOptions& options);
 
   /// Rank `rank`'s `batch` windows of micro-batch `micro` (counted from the start of the run), out
@@ -60,17 +65,18 @@ class Dataset {
   Batch validation_batch(int64_t index, int64_t count, int64_t rank, int64_t ranks,
                          int64_t batch) const;
 
+  bool is_text() const { return width_ == 1; }
   int64_t documents() const { return static_cast<int64_t>(files_.size()); }
   int64_t train_size() const { return train_.size(); }
   int64_t validation_size() const { return validation_.size(); }
 
  private:
-  Batch windows(const ByteStream& stream, const std::vector<int64_t>& offsets) const;
+  Batch windows(const TokenStream& stream, const std::vector<int64_t>& offsets) const;
 
-  int64_t seq_;
+  int64_t seq_, width_;
   uint64_t seed_;
   std::vector<files::MappedFile> files_;
-  ByteStream train_, validation_;
+  TokenStream train_, validation_;
 };
 
 }  // namespace fsdp2::train

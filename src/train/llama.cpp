@@ -4,14 +4,28 @@
 #include <torch/nn/functional/loss.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <numeric>
+
 namespace fsdp2::train {
 namespace {
 
-constexpr double kNormEps = 1e-5;
-constexpr double kRotaryBase = 10000.0;
-
 torch::nn::Linear linear(int64_t in, int64_t out) {
   return torch::nn::Linear(torch::nn::LinearOptions(in, out).bias(false));
+}
+
+/// On the CPU, also while a model is built without memory: the tables have to be there after it.
+torch::Tensor on_cpu(std::vector<double> values) {
+  return torch::from_blob(values.data(), {static_cast<int64_t>(values.size())}, torch::kFloat64)
+      .clone();
+}
+
+double scaled(double frequency, const RotaryScaling& scaling) {
+  const double waves = static_cast<double>(scaling.positions) * frequency / (2 * std::numbers::pi);
+  const double kept = std::clamp((waves - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0);
+  return frequency * ((1 - kept) / scaling.factor + kept);
 }
 
 }  // namespace
@@ -36,19 +50,36 @@ LlamaConfig resolve(LlamaConfig config) {
                     "model: rotary positions need an even dim / heads, got ", config.head_dim());
   TORCH_CHECK_VALUE(config.heads % config.kv_heads == 0, "model: heads ", config.heads,
                     " is not a multiple of kv-heads ", config.kv_heads);
+  TORCH_CHECK_VALUE(config.norm_eps > 0, "model: norm-eps must be above 0, got ", config.norm_eps);
+  TORCH_CHECK_VALUE(config.rotary.theta > 0, "model: the rotary base must be above 0, got ",
+                    config.rotary.theta);
+  if (config.rotary.scaling) {
+    const RotaryScaling& scaling = *config.rotary.scaling;
+    TORCH_CHECK_VALUE(scaling.factor > 0 && scaling.low > 0 && scaling.high > scaling.low &&
+                          scaling.positions > 0,
+                      "model: the rotary scaling makes no sense: factor ", scaling.factor, ", low ",
+                      scaling.low, ", high ", scaling.high, ", positions ", scaling.positions);
+  }
   return config;
 }
 
-RMSNormImpl::RMSNormImpl(int64_t dim) { weight = register_parameter("weight", torch::ones({dim})); }
-
-torch::Tensor RMSNormImpl::forward(const torch::Tensor& x) {
-  return torch::rms_norm(x, {x.size(-1)}, weight, kNormEps);
+RMSNormImpl::RMSNormImpl(int64_t dim, double eps) : eps_(eps) {
+  weight = register_parameter("weight", torch::ones({dim}));
 }
 
-Rotary make_rotary(int64_t head_dim, int64_t seq) {
-  const auto exact = torch::TensorOptions(torch::kFloat64);
-  const auto frequency = torch::pow(kRotaryBase, -torch::arange(0, head_dim, 2, exact) / head_dim);
-  const auto angle = torch::outer(torch::arange(seq, exact), frequency);
+torch::Tensor RMSNormImpl::forward(const torch::Tensor& x) {
+  return torch::rms_norm(x, {x.size(-1)}, weight, eps_);
+}
+
+Rotary make_rotary(int64_t head_dim, int64_t seq, const RotaryOptions& options) {
+  std::vector<double> positions(seq), frequencies(head_dim / 2);
+  std::iota(positions.begin(), positions.end(), 0.0);
+  for (size_t i = 0; i < frequencies.size(); ++i) {
+    const double turn = 2 * static_cast<double>(i) / static_cast<double>(head_dim);
+    frequencies[i] = std::pow(options.theta, -turn);
+    if (options.scaling) frequencies[i] = scaled(frequencies[i], *options.scaling);
+  }
+  const auto angle = torch::outer(on_cpu(std::move(positions)), on_cpu(std::move(frequencies)));
   return {angle.cos().to(torch::kFloat32).unsqueeze(1),
           angle.sin().to(torch::kFloat32).unsqueeze(1)};
 }
@@ -95,9 +126,9 @@ torch::Tensor FeedForwardImpl::forward(const torch::Tensor& x) {
 }
 
 BlockImpl::BlockImpl(const LlamaConfig& config) {
-  attention_norm = register_module("attention_norm", RMSNorm(config.dim));
+  attention_norm = register_module("attention_norm", RMSNorm(config.dim, config.norm_eps));
   attention = register_module("attention", Attention(config));
-  ffn_norm = register_module("ffn_norm", RMSNorm(config.dim));
+  ffn_norm = register_module("ffn_norm", RMSNorm(config.dim, config.norm_eps));
   feed_forward = register_module("feed_forward", FeedForward(config));
 }
 
@@ -107,12 +138,12 @@ torch::Tensor BlockImpl::forward(const torch::Tensor& x, const Rotary& rotary) {
 }
 
 LlamaImpl::LlamaImpl(const LlamaConfig& config)
-    : config_(config), rotary_(make_rotary(config.head_dim(), config.seq)) {
+    : config_(config), rotary_(make_rotary(config.head_dim(), config.seq, config.rotary)) {
   tok_embeddings =
       register_module("tok_embeddings", torch::nn::Embedding(config.vocab, config.dim));
   layers = register_module("layers", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.layers; ++i) layers->push_back(Block(config));
-  norm = register_module("norm", RMSNorm(config.dim));
+  norm = register_module("norm", RMSNorm(config.dim, config.norm_eps));
   if (!config.tied) output = register_module("output", linear(config.dim, config.vocab));
 }
 

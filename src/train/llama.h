@@ -7,9 +7,23 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 
+#include <optional>
 #include <string>
 
 namespace fsdp2::train {
+
+/// Positions beyond those that a model was first trained on, as of Llama 3.1: waves longer than
+/// `positions` / `low` are slowed down by `factor`, those shorter than `positions` / `high` are
+/// left alone, and what is between is blended.
+struct RotaryScaling {
+  double factor = 8, low = 1, high = 4;
+  int64_t positions = 8192;
+};
+
+struct RotaryOptions {
+  double theta = 10000;
+  std::optional<RotaryScaling> scaling{};
+};
 
 struct LlamaConfig {
   int64_t dim = 128;
@@ -20,6 +34,8 @@ struct LlamaConfig {
   int64_t vocab = 256;
   int64_t seq = 128;  // the longest input
   bool tied = false;  // the output head is the embedding
+  double norm_eps = 1e-5;
+  RotaryOptions rotary{};
 
   int64_t head_dim() const { return dim / heads; }
 };
@@ -29,18 +45,21 @@ LlamaConfig resolve(LlamaConfig config);
 
 class RMSNormImpl : public torch::nn::Module {
  public:
-  explicit RMSNormImpl(int64_t dim);
+  RMSNormImpl(int64_t dim, double eps);
   torch::Tensor forward(const torch::Tensor& x);
 
   torch::Tensor weight;
+
+ private:
+  double eps_;
 };
 TORCH_MODULE(RMSNorm);
 
-/// cos and sin of every position and frequency, each [seq, 1, head_dim / 2].
+/// cos and sin of every position and frequency, each [seq, 1, head_dim / 2]; on the CPU.
 struct Rotary {
   torch::Tensor cos, sin;
 };
-Rotary make_rotary(int64_t head_dim, int64_t seq);
+Rotary make_rotary(int64_t head_dim, int64_t seq, const RotaryOptions& options = {});
 /// x [batch, seq, heads, head_dim], rotated.
 torch::Tensor apply_rotary(const torch::Tensor& x, const Rotary& rotary);
 

@@ -29,12 +29,14 @@ std::string clock_text(double seconds) {
   return format("%lld:%02lld:%02lld", whole / 3600, whole / 60 % 60, whole % 60);
 }
 
-Progress::Progress(bool active, int64_t steps, int64_t log_every, const std::string& metrics)
+Progress::Progress(bool active, int64_t steps, int64_t log_every, const std::string& metrics,
+                   std::string unit)
     : active_(active),
       terminal_(::isatty(STDERR_FILENO) == 1),
       steps_(steps),
       log_every_(log_every),
-      metrics_path_(metrics) {
+      metrics_path_(metrics),
+      unit_(std::move(unit)) {
   if (!active_ || metrics.empty()) return;
   metrics_.open(metrics, std::ios::trunc);
   TORCH_CHECK_VALUE(metrics_.good(), "cannot write the metrics file ", metrics);
@@ -99,7 +101,8 @@ void Progress::validation(int64_t step, double loss) {
                     .dump()
              << std::endl;
   }
-  note(format("step %lld  validation loss %.4f nats/byte", static_cast<long long>(step), loss));
+  note(format("step %lld  validation loss %.4f nats/%s", static_cast<long long>(step), loss,
+              unit_.c_str()));
 }
 
 void Progress::note(const std::string& text) {

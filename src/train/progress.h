@@ -20,8 +20,9 @@ struct StepReport {
 class Progress {
  public:
   /// `metrics` may be empty. Error naming it if it cannot be opened. A Progress that is not
-  /// `active` says nothing.
-  Progress(bool active, int64_t steps, int64_t log_every, const std::string& metrics);
+  /// `active` says nothing. Validation losses are in nats a `unit`.
+  Progress(bool active, int64_t steps, int64_t log_every, const std::string& metrics,
+           std::string unit = "byte");
   ~Progress();
 
   void step(const StepReport& report);
@@ -37,7 +38,7 @@ class Progress {
   const int64_t steps_, log_every_;
   const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::ofstream metrics_;
-  std::string metrics_path_;
+  std::string metrics_path_, unit_;
   std::optional<double> validation_;
   double last_time_ = 0, last_shown_ = 0;
   double seconds_a_step_ = 0;  // running mean

@@ -94,12 +94,9 @@ void StepBench::build() {
   const auto start = Clock::now();
   agree("making the model", [&] {
     model_ = Llama(options_.model);
-    if (options_.load_init.empty()) {
-      init_weights(*model_, options_.seed, options_.model.layers);
-    } else {
-      load_weights(*model_, options_.load_init);
-    }
+    if (options_.load_init.empty()) init_weights(*model_, options_.seed, options_.model.layers);
   });
+  if (!options_.load_init.empty()) load_weights(*model_, options_.load_init);
   if (!options_.dump_init.empty()) save_weights(*model_, options_.dump_init);
   if (sharded_) {
     shard(model_, options_.sharding);
@@ -201,6 +198,7 @@ Json StepBench::run() {
   std::vector<double> times;
   for (int64_t i = 0; i < options_.warmup + options_.steps; ++i) {
     std::vector<Batch> batches;
+    batches.reserve(options_.accum);
     for (int64_t k = 0; k < options_.accum; ++k) {
       batches.push_back(batch((options_.start_step + i) * options_.accum + k));
     }

@@ -59,6 +59,9 @@ class Trainer {
 
   const TrainOptions& options_;
   const World& world_;
+  LlamaConfig config_;
+  int64_t seq_ = 0;
+  nlohmann::ordered_json fields_;  // of the config.json of `from`
   std::unique_ptr<Dataset> data_;
   std::unique_ptr<Progress> progress_;
   Llama model_{nullptr};
@@ -70,17 +73,32 @@ void Trainer::prepare() {
   agree("cannot start training", [&] {
     check(options_);
     check(options_.sharding, world_.size());
+    config_ = options_.from.empty() ? options_.model : read_config(options_.from);
+    if (!options_.from.empty()) fields_ = read_hf_config(options_.from);
+    seq_ = options_.seq > 0 ? options_.seq : config_.seq;
+    TORCH_CHECK_VALUE(seq_ <= config_.seq, "seq is ", seq_, ", but the model takes ", config_.seq,
+                      " tokens at most");
     auto data = options_.data;
-    data.seq = options_.model.seq;
+    data.seq = seq_;
+    data.vocab = config_.vocab;
     data.seed = options_.seed;
     data_ = std::make_unique<Dataset>(data);
     if (!options_.out.empty()) std::filesystem::create_directories(options_.out);
-    progress_ = std::make_unique<Progress>(world_.rank() == 0, options_.schedule.steps,
-                                           options_.log_every, options_.metrics);
-    model_ = Llama(options_.model);
-    init_weights(*model_, options_.seed, options_.model.layers);
+    if (!options_.out.empty() && !options_.from.empty() && world_.rank() == 0) {
+      copy_tokenizer(options_.from, options_.out);
+    }
+    progress_ =
+        std::make_unique<Progress>(world_.rank() == 0, options_.schedule.steps, options_.log_every,
+                                   options_.metrics, data_->is_text() ? "byte" : "token");
+    if (!options_.from.empty()) return;
+    model_ = Llama(config_);
+    init_weights(*model_, options_.seed, config_.layers);
   });
-  shard(model_, options_.sharding);
+  if (options_.from.empty()) {
+    shard(model_, options_.sharding);
+  } else {
+    model_ = load_model(options_.from, options_.sharding);
+  }
   parameters_ = model_->parameters();
   make_optimizer();
 
@@ -89,8 +107,8 @@ void Trainer::prepare() {
   progress_->note("training " + std::to_string(count) + " parameters on " +
                   std::to_string(world_.size()) + (world_.size() == 1 ? " rank; " : " ranks; ") +
                   std::to_string(data_->documents()) + " documents, " +
-                  std::to_string(data_->train_size()) + " bytes to train on and " +
-                  std::to_string(data_->validation_size()) + " held out");
+                  std::to_string(data_->train_size()) + (data_->is_text() ? " bytes" : " tokens") +
+                  " to train on and " + std::to_string(data_->validation_size()) + " held out");
 }
 
 void Trainer::make_optimizer() {
@@ -160,8 +178,8 @@ TrainResult Trainer::run() {
     optimizer_->step();
     optimizer_->zero_grad();
     ++result.steps;
-    progress_->step({result.steps, loss, norm, lr,
-                     options_.batch * options_.accum * options_.model.seq * world_.size()});
+    progress_->step(
+        {result.steps, loss, norm, lr, options_.batch * options_.accum * seq_ * world_.size()});
     result.signal = result.steps < schedule.steps ? signal : 0;
     const bool validate_now = options_.val_every > 0 && result.steps % options_.val_every == 0;
     if (result.signal == 0 && (validate_now || result.steps == schedule.steps)) {
@@ -174,8 +192,8 @@ TrainResult Trainer::run() {
                     (result.signal == SIGTERM ? "SIGTERM" : "SIGINT"));
   }
   if (!options_.out.empty()) {
-    save_model(model_, options_.out);
-    progress_->note("wrote " + options_.out + "/model.safetensors and config.json");
+    save_model(model_, options_.out, {.dtype = options_.out_dtype, .fields = fields_});
+    progress_->note("wrote the model to " + options_.out);
   }
   return result;
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// `fsdp2 train`: trains the decoder on text, sharded over all ranks.
+// `fsdp2 train`: trains the decoder on text or token ids, sharded over all ranks.
 
 #include "train/data.h"
 #include "train/llama.h"
@@ -13,8 +13,10 @@
 namespace fsdp2::train {
 
 struct TrainOptions {
-  LlamaConfig model;  // resolved
-  DataOptions data;   // its seq and seed follow from the fields here
+  LlamaConfig model;  // resolved; not looked at with `from`
+  std::string from;   // folder of a model to start from; empty: new weights
+  int64_t seq = 0;    // tokens a window; 0: as many as the model takes
+  DataOptions data;   // its seq, vocab and seed follow from the fields here
   int64_t batch = 8;  // windows a rank and micro-batch
   int64_t accum = 1;  // micro-batches a step
   Schedule schedule;
@@ -25,14 +27,15 @@ struct TrainOptions {
   int64_t val_every = 0;    // steps; 0: only at the end
   int64_t val_batches = 8;  // of the size of a training batch on all ranks
   int64_t log_every = 10;
-  std::string out;      // folder for the model; empty: not saved
+  std::string out;  // folder for the model; empty: not saved
+  torch::ScalarType out_dtype = torch::kFloat32;
   std::string metrics;  // file; empty: none
 };
 
 struct TrainResult {
   int64_t steps = 0;
   int signal = 0;              // that stopped the run early, or 0
-  double validation_loss = 0;  // nats a byte; not measured when stopped early
+  double validation_loss = 0;  // nats a token; not measured when stopped early
 };
 
 /// Collective. Errors in the options, data and folders are raised on all ranks before training

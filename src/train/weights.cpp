@@ -1,36 +1,39 @@
 #include "train/weights.h"
 
-#include <fsdp2/safetensors_files.h>
+#include "checkpoint/near_names.h"
 
 #include <torch/torch.h>
 
 namespace fsdp2::train {
+namespace {
 
-void load_weights(torch::nn::Module& module, const std::string& path) {
-  torch::NoGradGuard no_grad;
-  const safetensors::Reader reader(path);
-  auto parameters = module.named_parameters();
-  for (const auto& entry : reader.entries()) {
-    const auto* parameter = parameters.find(entry.name);
-    TORCH_CHECK_VALUE(parameter != nullptr, path, ": the model has no parameter called ",
-                      entry.name);
-    TORCH_CHECK_VALUE(parameter->sizes() == entry.sizes, path, ": ", entry.name, " has size ",
-                      c10::IntArrayRef(entry.sizes), ", the model's has ", parameter->sizes());
-    TORCH_CHECK_VALUE(parameter->scalar_type() == entry.dtype, path, ": ", entry.name, " is ",
-                      entry.dtype, ", the model's is ", parameter->scalar_type());
-  }
-  for (const auto& item : parameters) {
-    TORCH_CHECK_VALUE(reader.contains(item.key()), path, ": the parameter ", item.key(),
-                      " is missing");
-  }
-  for (auto& item : parameters) item.value().copy_(reader.read(item.key()));
-}
-
-void save_weights(const torch::nn::Module& module, const std::string& path,
-                  const safetensors::Metadata& metadata) {
+dcp::StateDict parameters_of(const torch::nn::Module& module) {
   dcp::StateDict state;
   for (const auto& item : module.named_parameters()) state[item.key()] = item.value();
-  safetensors::save_file(state, path, metadata);
+  return state;
+}
+
+}  // namespace
+
+void load_weights(torch::nn::Module& module, const std::string& path,
+                  const LoadWeightsOptions& options) {
+  dcp::StateDict state = parameters_of(module);
+  auto unexpected = safetensors::load_files(state, path, {.name = options.name}).unexpected;
+  if (options.passes_over) std::erase_if(unexpected, options.passes_over);
+  TORCH_CHECK_VALUE(unexpected.empty(), path, ": the model has no parameter called ",
+                    dcp::short_list(unexpected));
+}
+
+void save_weights(const torch::nn::Module& module, const std::string& path) {
+  safetensors::save_file(parameters_of(module), path, {{"format", "pt"}});
+}
+
+void save_weights(const torch::nn::Module& module, const std::string& folder,
+                  const SaveWeightsOptions& options) {
+  const torch::NoGradGuard no_grad;
+  dcp::StateDict state = parameters_of(module);
+  for (auto& [name, value] : state) value = value.to_tensor().to(options.dtype);
+  safetensors::save_files(state, folder, {.most_bytes = options.most_bytes, .name = options.name});
 }
 
 }  // namespace fsdp2::train

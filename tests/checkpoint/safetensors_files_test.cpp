@@ -72,6 +72,19 @@ TEST(SafetensorsFiles, OneOrManyFromAnyNumberOfRanks) {
   }
 }
 
+TEST(SafetensorsFiles, OneFormReplacesTheOther) {
+  const TemporaryFolder folder;
+  const fs::path path = folder.path("m");
+  on_ranks(2, [&](int) {
+    for (const uint64_t most : {uint64_t{5'000'000'000}, uint64_t{60}, uint64_t{5'000'000'000}}) {
+      safetensors::save_files(state_on(2, false), path, {.most_bytes = most});
+      EXPECT_EQ(fs::exists(path / "model.safetensors"), most > 60);
+      EXPECT_EQ(fs::exists(path / "model.safetensors.index.json"), most == 60);
+      wait(barrier(world_group()));
+    }
+  });
+}
+
 TEST(SafetensorsFiles, NamesAreMapped) {
   const TemporaryFolder folder;
   on_ranks(1, [&](int) {

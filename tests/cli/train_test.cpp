@@ -83,6 +83,38 @@ TEST_F(TrainCommand, TrainsOnTwoRanksAndGenerateGoesOn) {
   EXPECT_EQ(one.out, two.out);
 }
 
+TEST_F(TrainCommand, StartsFromAFolderWhichHasTheSizes) {
+  const auto first = folder_.path("first"), second = folder_.path("second");
+  auto done = run_command(fsdp2(train({"--steps", "1", "--out", first, "--sample", "0"})));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  const std::vector<std::string> from{"train",   "--data",   folder_.path("text"),
+                                      "--from",  first,      "--seq",
+                                      "8",       "--out",    second,
+                                      "--steps", "2",        "--threads",
+                                      "1",       "--sample", "4"};
+  done = run_command(on_two_ranks(from));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("sample:"));
+  const auto config = Json::parse(std::ifstream(second + "/config.json"));
+  EXPECT_EQ(config["hidden_size"], 12);
+  EXPECT_EQ(config["max_position_embeddings"], 16);  // not the 8 of a window
+  auto sized = from;
+  sized.insert(sized.end(), {"--heads", "4"});
+  done = run_command(fsdp2(sized));
+  EXPECT_EQ(done.exit_code, 2);
+  EXPECT_THAT(done.err, HasSubstr("--heads: with --from"));
+
+  done = run_command(fsdp2({"generate", "--from", second, "--ids", "--prompt", "108 105",
+                            "--tokens", "3", "--threads", "1"}));
+  EXPECT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, ::testing::MatchesRegex("([0-9]+ ){3}\n"));
+  for (const char* prompt : {"line", "256", "-1", ""}) {
+    done = run_command(fsdp2({"generate", "--from", second, "--ids", "--prompt", prompt}));
+    EXPECT_EQ(done.exit_code, 1) << prompt;
+    EXPECT_THAT(done.err, HasSubstr("prompt")) << prompt;
+  }
+}
+
 TEST_F(TrainCommand, ASignalStopsItAndTheModelIsSaved) {
   for (const int signal : {SIGTERM, SIGINT}) {
     const auto out = folder_.path("out" + std::to_string(signal));

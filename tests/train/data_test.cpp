@@ -33,9 +33,9 @@ void write_documents(const TemporaryFolder& folder) {
   }
 }
 
-TEST(ByteStream, EndsDocumentsWithAZero) {
+TEST(TokenStream, EndsDocumentsWithAZero) {
   const std::string one = "ab", two = "c", open = "de";
-  ByteStream stream;
+  TokenStream stream;
   stream.append({one.data(), 3});
   stream.append({open.data(), 2, /*open=*/true});
   stream.append({two.data(), 2});
@@ -72,6 +72,38 @@ TEST(Dataset, HoldsOutWholeDocumentsByName) {
   const Dataset elsewhere({.paths = {copy.path()}, .validation = 0.2, .seq = 7});
   EXPECT_EQ(elsewhere.validation_size(), data.validation_size());
   EXPECT_TRUE(torch::equal(elsewhere.train_batch(3, 0, 1, 4).x, data.train_batch(3, 0, 1, 4).x));
+}
+
+TEST(Dataset, TokenIdsAreReadAsTheyAre) {
+  TemporaryFolder folder;
+  for (const int64_t width : {2, 4}) {
+    std::string bytes;
+    for (int64_t token = 1000; token < 1100; ++token) {
+      for (int64_t i = 0; i < width; ++i)
+        bytes.push_back(static_cast<char>(token / (i == 0 ? 1 : 256) % (i < 2 ? 256 : 1)));
+    }
+    DataOptions options{.paths = {folder.write("ids", bytes)},
+                        .width = width,
+                        .vocab = 1100,
+                        .validation = 0.1,
+                        .seq = 9};
+    const Dataset data(options);
+    EXPECT_FALSE(data.is_text());
+    EXPECT_EQ(data.train_size(), 90);
+    EXPECT_EQ(data.validation_size(), 10);  // no zero is added
+    const Batch held_out = data.validation_batch(0, 1, 0, 1, 1);
+    EXPECT_TRUE(torch::equal(held_out.x[0], torch::arange(1090, 1099)));
+    EXPECT_TRUE(torch::equal(held_out.y[0], torch::arange(1091, 1100)));
+    EXPECT_EQ(data.train_batch(0, 0, 1, 1).x.min().item<int64_t>() / 100, 10);
+
+    options.vocab = 1099;
+    EXPECT_THAT(error_of_data(options), HasSubstr("ids has token 1099"));
+    folder.write("ids", bytes + "x");
+    EXPECT_THAT(error_of_data(options), HasSubstr("no token ids of " + std::to_string(width)));
+  }
+  folder.write("ids", std::string(100, 'a'));
+  EXPECT_THAT(error_of_data({.paths = {folder.path("ids")}, .vocab = 255}),
+              HasSubstr("the model's is 255"));
 }
 
 TEST(Dataset, HoldsOutTheEndOfASingleDocument) {

@@ -7,8 +7,11 @@
 #include "train/llama.h"
 #include "train/tokens.h"
 
+#include <fsdp2/meta_device.h>
+
 #include <torch/torch.h>
 
+#include <cmath>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +27,7 @@ std::string error_of_model(const LlamaConfig& config) {
 }
 
 TEST(Init, FollowsTheFormulaAnywhereInAParameter) {
-  const auto expect = [](const torch::Tensor& values, std::vector<float> expected) {
+  const auto expect = [](const torch::Tensor& values, const std::vector<float>& expected) {
     EXPECT_TRUE(torch::equal(values, torch::tensor(expected))) << values;
   };
   expect(init_values("tok_embeddings.weight", 1234, 0, 3, 4),
@@ -100,6 +103,29 @@ TEST(Llama, RotaryTurnsEachPairByPositionTimesFrequency) {
     EXPECT_NEAR(turned[j].item<double>(), a * std::cos(angle) - b * std::sin(angle), 1e-6);
     EXPECT_NEAR(turned[j + 2].item<double>(), b * std::cos(angle) + a * std::sin(angle), 1e-6);
   }
+}
+
+TEST(Llama, RotarySlowsLongWavesDown) {
+  // Frequencies 1, 1/10, 1/100, 1/1000; waves in 100 positions: 15.9, 1.59, 0.159, 0.0159.
+  const RotaryOptions options{
+      .theta = 1e4, .scaling = RotaryScaling{.factor = 4, .low = 1, .high = 5, .positions = 100}};
+  const auto sin = make_rotary(8, 2, options).sin[1][0];
+  const double blended = (100 / (20 * M_PI) - 1) / 4;
+  const double expected[] = {1, 0.1 * ((1 - blended) / 4 + blended), 0.01 / 4, 0.001 / 4};
+  for (int i = 0; i < 4; ++i) EXPECT_NEAR(sin[i].item<double>(), std::sin(expected[i]), 1e-7) << i;
+}
+
+TEST(Llama, RotaryTablesAreThereInAModelBuiltWithoutMemory) {
+  Llama model = [] {
+    const MetaDeviceGuard meta;
+    return Llama(resolve({.dim = 8, .layers = 1, .heads = 2, .vocab = 11, .seq = 4}));
+  }();
+  to_empty(*model, torch::kCPU);
+  init_weights(*model, 1, 1);
+  Llama plain(model->config());
+  init_weights(*plain, 1, 1);
+  const auto tokens = torch::tensor({{1, 2, 3, 4}});
+  EXPECT_TRUE(torch::equal(model->forward(tokens), plain->forward(tokens)));
 }
 
 TEST(LlamaConfig, DerivesWhatIsNotGiven) {
