@@ -12,32 +12,35 @@
 namespace fsdp2::cli {
 namespace {
 
-const std::map<std::string, train::LlamaConfig> kPlanPresets = {
-    {"tiny", {.dim = 128, .layers = 4, .heads = 4, .seq = 128}},
-    {"8b",
-     {.dim = 4096,
-      .layers = 32,
-      .heads = 32,
-      .kv_heads = 8,
-      .ffn = 14336,
-      .vocab = 128256,
-      .seq = 8192}},
-    {"70b",
-     {.dim = 8192,
-      .layers = 80,
-      .heads = 64,
-      .kv_heads = 8,
-      .ffn = 28672,
-      .vocab = 128256,
-      .seq = 8192}},
-    {"405b",
-     {.dim = 16384,
-      .layers = 126,
-      .heads = 128,
-      .kv_heads = 8,
-      .ffn = 53248,
-      .vocab = 128256,
-      .seq = 8192}}};
+const std::map<std::string, train::LlamaConfig>& plan_presets() {
+  static const std::map<std::string, train::LlamaConfig> presets = {
+      {"tiny", {.dim = 128, .layers = 4, .heads = 4, .seq = 128}},
+      {"8b",
+       {.dim = 4096,
+        .layers = 32,
+        .heads = 32,
+        .kv_heads = 8,
+        .ffn = 14336,
+        .vocab = 128256,
+        .seq = 8192}},
+      {"70b",
+       {.dim = 8192,
+        .layers = 80,
+        .heads = 64,
+        .kv_heads = 8,
+        .ffn = 28672,
+        .vocab = 128256,
+        .seq = 8192}},
+      {"405b",
+       {.dim = 16384,
+        .layers = 126,
+        .heads = 128,
+        .kv_heads = 8,
+        .ffn = 53248,
+        .vocab = 128256,
+        .seq = 8192}}};
+  return presets;
+}
 
 struct PlanArguments {
   train::PlanOptions options;
@@ -48,7 +51,7 @@ struct PlanArguments {
 
 void run(PlanArguments& arguments, const CLI::App& command) {
   auto& options = arguments.options;
-  const auto& preset = kPlanPresets.at(arguments.preset);
+  const auto& preset = plan_presets().at(arguments.preset);
   take_model_preset(command, options.model, preset);
   take_preset(command, "--kv-heads", options.model.kv_heads, preset.kv_heads);
   take_preset(command, "--ffn", options.model.ffn, preset.ffn);
@@ -69,10 +72,13 @@ void run(PlanArguments& arguments, const CLI::App& command) {
 
 void add_plan(CLI::App& app, int& exit_code) {
   auto* plan = app.add_subcommand(
-      "plan", "Forecast the memory of a rank from sizes alone; nothing is allocated");
+      "plan",
+      "Forecast the memory of a rank from sizes alone; nothing is allocated.\nOf a rank that "
+      "shares none: ranks on the CPU of one host keep one copy of all whole parameters\ntogether, "
+      "and their gradients in buffers that all see.");
   auto arguments = std::make_shared<PlanArguments>();
   auto& o = arguments->options;
-  add_preset_option(*plan, arguments->preset, kPlanPresets);
+  add_preset_option(*plan, arguments->preset, plan_presets());
   add_model_options(*plan, o.model);
   plan->add_option("--vocab", o.model.vocab, "Tokens");
   plan->add_option("--ranks", arguments->ranks, "In the world")->capture_default_str();

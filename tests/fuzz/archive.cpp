@@ -2,6 +2,7 @@
 
 #include "checkpoint/archive.h"
 
+#include "checkpoint/file_io.h"
 #include "checkpoint/objects.h"
 #include "fuzz/memory_file.h"
 

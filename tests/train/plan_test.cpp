@@ -12,6 +12,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <gtest/gtest.h>
 #include <limits>
 #include <memory>
@@ -57,6 +58,7 @@ torch::Tensor checkpointed_loss(Llama& model, const torch::Tensor& x) {
 }
 
 Measured measure(const PlanOptions& options) {
+  setenv("FSDP2_SHARED_MEMORY", "off", 1);  // a plan is of a rank with memory of its own
   CountingAllocator& allocator = CountingAllocator::install();
   const size_t before = allocator.live_bytes();
   Llama model(options.model);
