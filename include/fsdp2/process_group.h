@@ -22,9 +22,11 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 /// (and `fsdp2 run`) sets: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
 /// MASTER_PORT. With none of these set and no field given, the world is this one process.
 struct InitOptions {
-  /// "gloo" (CPU only), "nccl" (CUDA only) or a backend for each type of device:
-  /// "cpu:gloo,cuda:nccl". Empty picks gloo for CPU, and nccl for CUDA where it is built and there
-  /// is a device. "fake" plays `rank` of `world_size`, both of which must be given here, in this
+  /// "shm" (CPU only; ranks of one host, through memory that they share), "gloo" (CPU only), "nccl"
+  /// (CUDA only) or a backend for each type of device: "cpu:shm,cuda:nccl". Empty picks for CPU
+  /// what FSDP2_CPU_BACKEND says (shm or gloo); without it, for each group, shm where its ranks are
+  /// on one host and can share memory, else gloo; and nccl for CUDA where it is built and there is
+  /// a device. "fake" plays `rank` of `world_size`, both of which must be given here, in this
   /// process alone: nothing is sent, and every collective is done at once, as if each rank had
   /// passed what this one passes (a sum is the own value times the number of ranks; what another
   /// rank would broadcast or scatter leaves the output as it is). On CPU and meta tensors.

@@ -24,6 +24,10 @@ struct BackendOptions {
 /// Blocks until all ranks of the group have called it.
 c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendOptions& options);
 
+/// For CPU tensors of ranks on one host. Blocks until all ranks of the group have called it.
+/// ShmRefused (shm_segment.h) on all ranks if one of them cannot share memory.
+c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendOptions& options);
+
 bool nccl_is_built();
 /// Error if NCCL is not built in. Connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendOptions& options);

@@ -45,13 +45,10 @@ struct Call {
 
   int size() const { return group->getSize(); }
 
-  std::string what(const at::Tensor& tensor) const {
-    return c10::str(name, " of ", tensor.numel(), " x ", tensor.scalar_type(), where());
+  comm::CallText what(const at::Tensor& tensor) const {
+    return {name, tensor.numel(), tensor.scalar_type(), group};
   }
-  std::string where() const {
-    return c10::str(" in group '", group->getGroupName(), "' on rank ", group->getRank(), " of ",
-                    size());
-  }
+  std::string where() const { return comm::CallText{name, 0, {}, group}.where(); }
 
   void check(const at::Tensor& tensor, const char* parameter) const {
     TORCH_CHECK(tensor.defined(), name, where(), ": `", parameter, "` is undefined");
@@ -88,12 +85,14 @@ struct Call {
       return c10::make_intrusive<CollectiveWork>(start(*backend(largest)), std::move(tensors),
                                                  what(largest), std::move(finish));
     } catch (const std::exception& error) {
-      comm::throw_collective_error(what(largest), error, begin);
+      comm::throw_collective_error(what(largest).text(), error, begin);
     }
   }
 };
 
-Work done() { return c10::make_intrusive<CollectiveWork>(nullptr, std::vector<at::Tensor>(), ""); }
+Work done() {
+  return c10::make_intrusive<CollectiveWork>(nullptr, std::vector<at::Tensor>(), comm::CallText());
+}
 
 /// The tensor without autograd, as the backend is to see it: bytes where only bytes are moved (gloo
 /// knows few dtypes).
@@ -107,7 +106,10 @@ void copy_local(const at::Tensor& output, const at::Tensor& input) {
   if (!output.is_same(input)) output.view({-1}).copy_(input.view({-1}));
 }
 
-bool averages(const c10d::Backend& backend) { return backend.getBackendName() == "nccl"; }
+bool averages(const c10d::Backend& backend) {
+  const std::string name = backend.getBackendName();
+  return name == "nccl" || name == "shm";
+}
 
 c10d::ReduceOp backend_op(ReduceOp op, const c10d::Backend& backend) {
   switch (op) {

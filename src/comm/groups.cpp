@@ -3,6 +3,7 @@
 #include "comm/backend.h"
 #include "comm/exits.h"
 #include "comm/rendezvous.h"
+#include "comm/shm_segment.h"
 #include "comm/world.h"
 
 #include <fsdp2/collectives.h>
@@ -12,6 +13,8 @@
 #include <torch/cuda.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -20,6 +23,8 @@ namespace fsdp2::comm {
 namespace {
 
 constexpr const char* kFake = "fake";
+constexpr const char* kGloo = "gloo";
+constexpr const char* kShm = "shm";
 
 c10::DeviceType device_type(const std::string& name, const std::string& text) {
   if (name == "cpu") return c10::kCPU;
@@ -29,9 +34,11 @@ c10::DeviceType device_type(const std::string& name, const std::string& text) {
 }
 
 void check_backend(c10::DeviceType type, const std::string& name, const std::string& text) {
-  TORCH_CHECK(name == "gloo" || name == "nccl", "init_process_group: backend '", name, "'",
-              name == text ? "" : " in '" + text + "'",
-              " is not known: use 'gloo', 'nccl' or 'cpu:gloo,cuda:nccl', or 'fake' alone");
+  TORCH_CHECK(name == kShm || name == kGloo || name == "nccl", "init_process_group: backend '",
+              name, "'", name == text ? "" : " in '" + text + "'",
+              " is not known: use 'shm', 'gloo', 'nccl' or 'cpu:shm,cuda:nccl', or 'fake' alone");
+  TORCH_CHECK(name != kShm || type == c10::kCPU, "init_process_group: backend '", text,
+              "' asks for shm on cuda: shm is for cpu");
   TORCH_CHECK(name != "nccl" || type == c10::kCUDA, "init_process_group: backend '", text,
               "' asks for nccl on cpu: nccl is for cuda");
   TORCH_CHECK(name != "nccl" || nccl_is_built(),
@@ -46,13 +53,49 @@ c10::intrusive_ptr<c10d::Backend> make_backend(const std::string& name,
                                                const BackendOptions& options) {
   try {
     if (name == kFake) return make_fake_backend(options);
+    if (name == kShm) return make_shm_backend(options);
     return name == "nccl" ? make_nccl_backend(options) : make_gloo_backend(options);
   } catch (const std::exception& error) {
     TORCH_CHECK(false, "rank ", options.rank, " of ", options.global_ranks.size(),
                 " could not connect group '", options.group_name, "' over ", name, ": ",
                 plain_message(error),
-                name == "gloo" ? " (GLOO_SOCKET_IFNAME chooses the network interface)" : "");
+                name == kGloo ? " (GLOO_SOCKET_IFNAME chooses the network interface)"
+                : dynamic_cast<const ShmRefused*>(&error) ? "; use 'gloo'"
+                                                          : "");
   }
+}
+
+bool on_one_host(const std::vector<std::string>& hosts) {
+  return std::all_of(hosts.begin(), hosts.end(),
+                     [&](const std::string& host) { return host == hosts.front(); });
+}
+
+/// "a: {0, 1}, b: {2}"
+std::string hosts_text(const GroupOptions& options) {
+  std::map<std::string, std::vector<int>> ranks;
+  for (size_t i = 0; i < options.hosts.size(); ++i)
+    ranks[options.hosts[i]].push_back(options.global_ranks[i]);
+  std::vector<std::string> texts;
+  texts.reserve(ranks.size());
+  for (const auto& [host, on_it] : ranks)
+    texts.push_back(host.substr(0, host.find('/')) + ": {" + list_text(on_it) + "}");
+  return c10::Join(", ", texts);
+}
+
+/// Over shared memory if all ranks have it, else over gloo; the same on all ranks.
+c10::intrusive_ptr<c10d::Backend> make_best_backend(
+    const GroupOptions& group, const std::function<BackendOptions(const char*)>& options) {
+  if (on_one_host(group.hosts)) {
+    try {
+      return make_shm_backend(options(kShm));
+    } catch (const ShmRefused& error) {
+      if (group.rank == 0) {
+        TORCH_WARN_ONCE("group '", group.name, "' has no shared memory and uses gloo, which is ",
+                        "slower: ", error.what());
+      }
+    }
+  }
+  return make_backend(kGloo, options(kGloo));
 }
 
 struct DerivedGroups {
@@ -76,6 +119,17 @@ Backends backends_of(const ProcessGroup& group) {
     backends[device.type()] = group->getBackend(device.type())->getBackendName();
   }
   return backends;
+}
+
+/// Of ranks of the world; empty if that is not known.
+std::vector<std::string> hosts_of(const std::vector<int>& ranks) {
+  std::vector<std::string> hosts;
+  hosts.reserve(ranks.size());
+  for (const int rank : ranks) {
+    if (!is_initialized() || static_cast<size_t>(rank) >= world().hosts.size()) return {};
+    hosts.push_back(world().hosts[static_cast<size_t>(rank)]);
+  }
+  return hosts;
 }
 
 /// Of this rank and its neighbours, `size` of them.
@@ -106,7 +160,11 @@ ProcessGroup derive(const ProcessGroup& group, int size, const std::string& purp
 
 Backends parse_backends(const std::string& text) {
   if (text.empty()) {
-    Backends backends = {{c10::kCPU, "gloo"}};
+    const char* asked = std::getenv("FSDP2_CPU_BACKEND");
+    const std::string cpu = asked ? asked : kBest;
+    TORCH_CHECK(cpu == kBest || cpu == kShm || cpu == kGloo, "the variable FSDP2_CPU_BACKEND is '",
+                cpu, "': it must be shm or gloo");
+    Backends backends = {{c10::kCPU, cpu}};
     if (nccl_is_built() && torch::cuda::is_available()) backends[c10::kCUDA] = "nccl";
     return backends;
   }
@@ -132,27 +190,37 @@ ProcessGroup make_group(const GroupOptions& options) {
   watch_exits();
   const int size = static_cast<int>(options.global_ranks.size());
   auto group = c10::make_intrusive<c10d::ProcessGroup>(options.store, options.rank, size);
+  const auto backend_options = [&](const char* name) {
+    BackendOptions made_for;
+    made_for.store = c10::make_intrusive<c10d::PrefixStore>(name, options.store);
+    made_for.rank = options.rank;
+    made_for.global_ranks = options.global_ranks;
+    made_for.group_name = options.name;
+    made_for.timeout = options.timeout;
+    made_for.master_addr = options.master_addr;
+    return made_for;
+  };
   std::map<std::string, c10::intrusive_ptr<c10d::Backend>> made;
+  bool connects = false;
   for (const auto& [type, name] : options.backends) {
     c10::intrusive_ptr<c10d::Backend>& backend = made[name];
     if (!backend) {
-      BackendOptions backend_options;
-      backend_options.store = c10::make_intrusive<c10d::PrefixStore>(name, options.store);
-      backend_options.rank = options.rank;
-      backend_options.global_ranks = options.global_ranks;
-      backend_options.group_name = options.name;
-      backend_options.timeout = options.timeout;
-      backend_options.master_addr = options.master_addr;
-      backend = make_backend(name, backend_options);
+      TORCH_CHECK(name != kShm || on_one_host(options.hosts), "group '", options.name,
+                  "': backend 'shm' is for ranks of one host, but there are several (",
+                  hosts_text(options), "): use 'gloo', or no backend, which picks for each group");
+      backend = name == kBest ? make_best_backend(options, backend_options)
+                              : make_backend(name, backend_options(name.c_str()));
     }
-    const auto kind = c10d::ProcessGroup::strToBackendType(name);
+    const std::string is = backend->getBackendName();
+    if (is != kShm && is != kFake) connects = true;
+    const auto kind = c10d::ProcessGroup::strToBackendType(is);
     group->setBackend(type, kind, backend);
     group->setDefaultBackend(kind);
   }
   group->setGroupName(options.name);
   group->setGroupDesc(options.name);
   // A rank that is connected must not leave before the others are.
-  if (size > 1 && !is_fake(options.backends)) {
+  if (size > 1 && connects) {
     wait_for_ranks(c10::make_intrusive<c10d::PrefixStore>("connected", options.store),
                    options.global_ranks[static_cast<size_t>(options.rank)], options.global_ranks,
                    "", "group '" + options.name + "'", options.timeout);
@@ -178,6 +246,7 @@ ProcessGroup make_group_of_members(const std::vector<int>& ranks, const std::str
   options.rank = static_cast<int>(std::find(ranks.begin(), ranks.end(), in.rank) - ranks.begin());
   options.global_ranks = ranks;
   options.backends = in.backends;
+  options.hosts = hosts_of(ranks);
   options.name = name;
   options.timeout = timeout;
   options.master_addr = in.master_addr;

@@ -15,8 +15,13 @@ namespace fsdp2::comm {
 /// The name of the backend for each type of device.
 using Backends = std::map<c10::DeviceType, std::string>;
 
-/// Reads "gloo", "nccl", "cpu:gloo,cuda:nccl" or "fake"; empty gives what this build and this
-/// machine have. Error if the text cannot be read, or a backend is not built or has no device here.
+/// The name of the backend that each group chooses: "shm" where its ranks share a host, else
+/// "gloo".
+inline constexpr const char* kBest = "";
+
+/// Reads "shm", "gloo", "nccl", "cpu:shm,cuda:nccl" or "fake"; empty gives what FSDP2_CPU_BACKEND
+/// says, else kBest, and what this build and this machine have. Error if the text cannot be read,
+/// or a backend is not built or has no device here.
 Backends parse_backends(const std::string& text);
 
 /// One rank of a world that is not there.
@@ -28,6 +33,8 @@ struct GroupOptions {
   int rank = 0;  // in the group
   std::vector<int> global_ranks;
   Backends backends;
+  /// Of each rank of the group, equal where ranks can share memory; empty if that is not known.
+  std::vector<std::string> hosts;
   std::string name;
   std::chrono::milliseconds timeout{};
   std::string master_addr;

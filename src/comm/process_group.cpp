@@ -49,6 +49,7 @@ void make_world_group(World& world) {
   group.rank = world.rank;
   group.global_ranks = all_ranks(world.size);
   group.backends = world.backends;
+  group.hosts = world.hosts;
   group.name = "world";
   group.timeout = world.timeout;
   group.master_addr = world.master_addr;
@@ -57,7 +58,9 @@ void make_world_group(World& world) {
 
 /// Joins through the store in `world`, and fills in the rest of it.
 void join(World& world, const comm::Membership& membership) {
-  world.local_rank = comm::meet(world.store, membership, world.timeout);
+  comm::Meeting meeting = comm::meet(world.store, membership, world.timeout);
+  world.local_rank = meeting.local_rank;
+  world.hosts = std::move(meeting.hosts);
   world.device = device_of(world.backends, world.local_rank);
   if (world.device.is_cuda()) c10::impl::VirtualGuardImpl(c10::kCUDA).setDevice(world.device);
   make_world_group(world);

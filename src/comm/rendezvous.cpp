@@ -1,5 +1,7 @@
 #include "comm/rendezvous.h"
 
+#include "comm/shared_memory.h"
+
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -35,9 +37,10 @@ struct Site {
   int local_rank = -1;
   std::string devices;  // empty: no CUDA
   int pid = 0;
+  std::string memory;  // equal where memory can be shared
 
   std::string text() const {
-    return c10::str(host, '\t', node, '\t', local_rank, '\t', devices, '\t', pid);
+    return c10::str(host, '\t', node, '\t', local_rank, '\t', devices, '\t', pid, '\t', memory);
   }
   static Site parse(const std::string& text) {
     std::istringstream in(text);
@@ -48,6 +51,7 @@ struct Site {
     std::getline(in, local_rank, '\t');
     std::getline(in, site.devices, '\t');
     std::getline(in, pid, '\t');
+    std::getline(in, site.memory, '\t');
     site.local_rank = std::stoi(local_rank);
     site.pid = std::stoi(pid);
     return site;
@@ -69,6 +73,7 @@ Site this_site(const Membership& membership, bool use_cuda) {
     site.devices = std::string("cuda:") + (visible ? visible : "all");
   }
   site.pid = getpid();
+  site.memory = std::string(name) + '/' + host_identity();
   return site;
 }
 
@@ -177,6 +182,18 @@ std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<in
   return store->get_to_str(keys.front());
 }
 
+std::vector<std::string> exchange_texts(const StorePtr& store, int rank,
+                                        const std::vector<int>& ranks, const std::string& value,
+                                        const std::string& what,
+                                        std::chrono::milliseconds timeout) {
+  wait_for_ranks(store, rank, ranks, value, what, timeout);
+  std::vector<std::string> keys, texts;
+  for (int other : ranks) keys.push_back(rank_key(other));
+  for (const std::vector<uint8_t>& text : store->multiGet(keys))
+    texts.emplace_back(text.begin(), text.end());
+  return texts;
+}
+
 StorePtr enter(const StorePtr& store, const Membership& membership, bool use_cuda,
                std::chrono::milliseconds timeout) {
   const Site site = this_site(membership, use_cuda);
@@ -187,11 +204,13 @@ StorePtr enter(const StorePtr& store, const Membership& membership, bool use_cud
   return entered;
 }
 
-int meet(const StorePtr& entered, const Membership& membership, std::chrono::milliseconds timeout) {
+Meeting meet(const StorePtr& entered, const Membership& membership,
+             std::chrono::milliseconds timeout) {
   std::vector<int> ranks(membership.world_size);
   std::iota(ranks.begin(), ranks.end(), 0);
   wait_for_ranks(entered, membership.rank, ranks, "", "the world", timeout);
   std::vector<Site> sites;
+  sites.reserve(ranks.size());
   for (int rank : ranks) sites.push_back(Site::parse(entered->get_to_str(site_key(rank))));
   for (int rank : ranks) {
     Site& site = sites[rank];
@@ -206,7 +225,10 @@ int meet(const StorePtr& entered, const Membership& membership, std::chrono::mil
                   ", and would share a device: give each rank of a host its own, 0 and up");
     }
   }
-  return sites[membership.rank].local_rank;
+  Meeting meeting;
+  meeting.local_rank = sites[membership.rank].local_rank;
+  for (const Site& site : sites) meeting.hosts.push_back(site.memory);
+  return meeting;
 }
 
 void leave(const StorePtr& entered, bool serves) {

@@ -29,10 +29,16 @@ void forget_store(const Membership& membership);
 StorePtr enter(const StorePtr& store, const Membership& membership, bool use_cuda,
                std::chrono::milliseconds timeout);
 
-/// Waits until all ranks have entered; returns LOCAL_RANK, or else the number of lower ranks on
-/// this host. The same error on all ranks if two of them share a device, naming both; after
-/// `timeout`, an error naming those missing.
-int meet(const StorePtr& entered, const Membership& membership, std::chrono::milliseconds timeout);
+struct Meeting {
+  int local_rank = 0;  // LOCAL_RANK, or else the number of lower ranks on this host
+  /// By rank; equal where processes can share memory. The host's name comes first, up to a '/'.
+  std::vector<std::string> hosts;
+};
+
+/// Waits until all ranks have entered. The same error on all ranks if two of them share a device,
+/// naming both; after `timeout`, an error naming those missing.
+Meeting meet(const StorePtr& entered, const Membership& membership,
+             std::chrono::milliseconds timeout);
 
 /// Says that this rank needs the store no more. The one that serves it stays until all that entered
 /// have left, for 5 s at most: one that failed never says so. Never throws.
@@ -43,6 +49,11 @@ void leave(const StorePtr& entered, bool serves);
 std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<int>& ranks,
                            const std::string& value, const std::string& what,
                            std::chrono::milliseconds timeout);
+
+/// The same, and returns the values of all of them, in the order of `ranks`.
+std::vector<std::string> exchange_texts(const StorePtr& store, int rank,
+                                        const std::vector<int>& ranks, const std::string& value,
+                                        const std::string& what, std::chrono::milliseconds timeout);
 
 /// "10 s" or "250 ms".
 std::string duration_text(std::chrono::milliseconds duration);

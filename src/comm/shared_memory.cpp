@@ -30,11 +30,31 @@ std::string link_text(const char* path) {
 /// The half of the counter that the kernel compares; it changes with every step.
 uint32_t* low_half(std::atomic<uint64_t>& value) { return reinterpret_cast<uint32_t*>(&value); }
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
+void wake(std::atomic<uint64_t>& value) {
+  ::syscall(SYS_futex, low_half(value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+/// Whether the kernel can.
+bool sleep_for_any([[maybe_unused]] std::span<Counter* const> counters,
+                   [[maybe_unused]] std::span<const uint64_t> seen,
+                   [[maybe_unused]] std::chrono::milliseconds sleep) {
+#if defined(FUTEX_32) && defined(SYS_futex_waitv)
+  std::vector<futex_waitv> futexes(counters.size());
+  for (size_t i = 0; i < counters.size(); ++i) {
+    futexes[i].val = static_cast<uint32_t>(seen[i]);
+    futexes[i].uaddr = reinterpret_cast<uintptr_t>(low_half(counters[i]->value));
+    futexes[i].flags = FUTEX_32;
+  }
+  timespec end = {};
+  ::clock_gettime(CLOCK_MONOTONIC, &end);
+  const int64_t nanoseconds = end.tv_nsec + sleep.count() % 1000 * 1'000'000;
+  end.tv_sec += sleep.count() / 1000 + nanoseconds / 1'000'000'000;
+  end.tv_nsec = nanoseconds % 1'000'000'000;
+  return ::syscall(SYS_futex_waitv, futexes.data(), futexes.size(), 0, &end, CLOCK_MONOTONIC) >=
+             0 ||
+         errno == EAGAIN || errno == ETIMEDOUT || errno == EINTR;
+#else
+  return false;
 #endif
 }
 
@@ -44,6 +64,14 @@ int cores() {
 }
 
 }  // namespace
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 std::string host_identity() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
@@ -94,11 +122,16 @@ std::string SharedMemory::ticket() const {
   return std::to_string(::getpid()) + ' ' + std::to_string(file_) + ' ' + std::to_string(size_);
 }
 
+// The number and the sleepers are in one total order with await(): either this sees the sleeper, or
+// the sleeper sees the number.
 void Counter::set(uint64_t to) {
-  // In one total order with await(): either this sees the sleeper, or the sleeper sees the number.
   value.store(to, std::memory_order_seq_cst);
-  if (sleepers.load(std::memory_order_seq_cst) == 0) return;
-  ::syscall(SYS_futex, low_half(value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (sleepers.load(std::memory_order_seq_cst) != 0) wake(value);
+}
+
+void Counter::raise() {
+  value.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers.load(std::memory_order_seq_cst) != 0) wake(value);
 }
 
 bool Counter::await(uint64_t least, std::chrono::nanoseconds spin,
@@ -124,6 +157,17 @@ bool Counter::await(uint64_t least, std::chrono::nanoseconds spin,
   }
   sleepers.fetch_sub(1, std::memory_order_seq_cst);
   return get() >= least;
+}
+
+void await_any(std::span<Counter* const> counters, std::span<const uint64_t> seen,
+               std::chrono::milliseconds sleep) {
+  if (counters.size() == 1) {
+    counters[0]->await(seen[0] + 1, {}, sleep);
+    return;
+  }
+  for (Counter* counter : counters) counter->sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (!sleep_for_any(counters, seen, sleep)) ::usleep(500);
+  for (Counter* counter : counters) counter->sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
 
 /// `state`: 0 not there yet, 1 present, 2 left. A present member also holds a lock on its byte of
@@ -158,31 +202,40 @@ Presence::Presence(std::shared_ptr<SharedMemory> memory, int rank, std::vector<i
   member(rank_).state.set(1);
 }
 
-Presence::~Presence() { member(rank_).state.set(2); }
+Presence::~Presence() { leave(); }
 
-void Presence::check(int rank) const {
+void Presence::leave() const {
+  // Not by a process that was forked from the member.
+  if (member(rank_).process.load() == ::getpid()) member(rank_).state.set(2);
+}
+
+std::string Presence::who(int rank) const {
+  return "rank " + std::to_string(global_rank(rank)) + " (process " +
+         std::to_string(member(rank).process.load()) + ")";
+}
+
+const char* Presence::gone(int rank) const {
   Member& other = member(rank);
+  if (other.state.get() == 2) return "has left";
   const int process = other.process.load();
-  const uint64_t state = other.state.get();
-  TORCH_CHECK(state != 2, "rank ", ranks_[static_cast<size_t>(rank)], " (process ", process,
-              ") has left group '", name_, "'");
-  if (state == 0 || process == ::getpid()) return;
+  if (other.state.get() == 0 || process == ::getpid()) return "";
   struct flock lock = {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
   lock.l_start = rank;
   lock.l_len = 1;
-  if (::fcntl(memory_->file(), F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK) return;
-  TORCH_CHECK(other.state.get() != 2, "rank ", ranks_[static_cast<size_t>(rank)], " (process ",
-              process, ") has left group '", name_, "'");
-  TORCH_CHECK(false, "rank ", ranks_[static_cast<size_t>(rank)], " (process ", process,
-              ") has died; it was in group '", name_, "'");
+  if (::fcntl(memory_->file(), F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK) return "";
+  return other.state.get() == 2 ? "has left" : "has died";
+}
+
+void Presence::check(int rank) const {
+  const char* gone_how = gone(rank);
+  TORCH_CHECK(*gone_how == '\0', who(rank), ' ', gone_how, "; it was in group '", name_, "'");
 }
 
 void Presence::fail_late(int rank, std::chrono::milliseconds waited) const {
-  TORCH_CHECK(false, "waited ", duration_text(waited), " for rank ",
-              ranks_[static_cast<size_t>(rank)], " (process ", member(rank).process.load(),
-              ") in group '", name_, "': it runs, but did not get here");
+  TORCH_CHECK(false, "waited ", duration_text(waited), " for ", who(rank), " in group '", name_,
+              "': it runs, but did not get here");
 }
 
 void Presence::wait(Counter& counter, uint64_t least, int rank) const {

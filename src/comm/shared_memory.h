@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -49,10 +50,19 @@ struct alignas(64) Counter {
   uint64_t get() const { return value.load(std::memory_order_acquire); }
   /// What was written to memory before is seen by whoever sees the number.
   void set(uint64_t to);
+  /// set(get() + 1), by any number of ranks at a time.
+  void raise();
   /// Whether it is at least `least` now, or comes to be while this looks for `spin` and then sleeps
   /// for `sleep` at most.
   bool await(uint64_t least, std::chrono::nanoseconds spin, std::chrono::milliseconds sleep);
 };
+
+/// Sleeps until one of `counters` differs from the number of `seen` beside it, for `sleep` at most.
+void await_any(std::span<Counter* const> counters, std::span<const uint64_t> seen,
+               std::chrono::milliseconds sleep);
+
+/// Lets a hyperthread's sibling run while this one looks again and again.
+void relax();
 
 /// The ranks of a group that share memory: who is alive. Thread-safe.
 class Presence {
@@ -66,17 +76,25 @@ class Presence {
            std::chrono::milliseconds timeout);
   /// It has left.
   ~Presence();
+  void leave() const;
   Presence(const Presence&) = delete;
   Presence& operator=(const Presence&) = delete;
 
   int rank() const { return rank_; }
+  /// Its number in the world.
+  int global_rank(int member) const { return ranks_[static_cast<size_t>(member)]; }
+  const std::string& name() const { return name_; }
   int size() const { return static_cast<int>(ranks_.size()); }
   std::chrono::milliseconds timeout() const { return timeout_; }
   /// How long to look for what is about to come before sleeping: not at all where ranks outnumber
   /// cores.
   std::chrono::nanoseconds spin() const { return spin_; }
 
-  /// Error if that member has died or left: "rank 3 (process 17) has died".
+  /// "rank 3 (process 17)"
+  std::string who(int member) const;
+  /// Why that member can do nothing more: it "has died" or "has left"; empty if it is there.
+  const char* gone(int member) const;
+  /// Error if it has died or left: "rank 3 (process 17) has died".
   void check(int member) const;
   /// The error of having waited too long for it.
   [[noreturn]] void fail_late(int member, std::chrono::milliseconds waited) const;

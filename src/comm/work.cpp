@@ -6,8 +6,18 @@
 
 namespace fsdp2::comm {
 
+std::string CallText::where() const {
+  if (!group) return {};
+  return c10::str(" in group '", group->getGroupName(), "' on rank ", group->getRank(), " of ",
+                  group->getSize());
+}
+
+std::string CallText::text() const {
+  return c10::str(name, " of ", elements, " x ", type, where());
+}
+
 CollectiveWork::CollectiveWork(c10::intrusive_ptr<c10d::Work> inner,
-                               std::vector<at::Tensor> tensors, std::string what,
+                               std::vector<at::Tensor> tensors, CallText what,
                                std::function<void()> finish)
     : inner_(std::move(inner)),
       tensors_(std::move(tensors)),
@@ -29,9 +39,9 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     try {
       done = inner_->wait(timeout);
     } catch (const std::exception& error) {
-      throw_collective_error(what_, error, started_);
+      throw_collective_error(what_.text(), error, started_);
     }
-    TORCH_CHECK(done, what_, " was aborted");
+    TORCH_CHECK(done, what_.text(), " was aborted");
   }
   if (finish_) {
     finish_();
@@ -45,7 +55,7 @@ void CollectiveWork::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
-  TORCH_CHECK(inner_ && !finish_, what_,
+  TORCH_CHECK(inner_ && !finish_, what_.text(),
               ": it has no future, because part of it happens in wait()");
   return inner_->getFuture();
 }
@@ -57,6 +67,9 @@ void throw_collective_error(const std::string& what, const std::exception& error
       std::chrono::steady_clock::now() - started);
   const bool timed_out =
       reason.find("imed out") != std::string::npos || reason.find("imeout") != std::string::npos;
+  TORCH_CHECK(!dynamic_cast<const PeerError*>(&error), what,
+              timed_out ? " timed out after " : " failed after ", duration_text(after), ": ",
+              reason);
   TORCH_CHECK(false, what, timed_out ? " timed out after " : " failed after ", duration_text(after),
               ": ",
               timed_out ? "a rank of the group has not called it, or is too slow"

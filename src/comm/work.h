@@ -5,6 +5,7 @@
 
 #include <fsdp2/process_group.h>
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/types.h>
 
@@ -16,12 +17,28 @@
 
 namespace fsdp2::comm {
 
+/// A backend's error that says all there is to say: which rank, and what happened to it.
+struct PeerError : c10::Error {
+  using c10::Error::Error;
+};
+
+/// What a work is, in words that are made when they are needed.
+struct CallText {
+  const char* name = "";
+  int64_t elements = 0;
+  at::ScalarType type{};
+  ProcessGroup group;
+
+  std::string text() const;
+  std::string where() const;
+};
+
 class CollectiveWork final : public c10d::Work {
  public:
   /// `inner` may be null: then only `finish` is left. `finish` runs once, in the first wait().
   /// `tensors` are kept alive.
   CollectiveWork(c10::intrusive_ptr<c10d::Work> inner, std::vector<at::Tensor> tensors,
-                 std::string what, std::function<void()> finish = {});
+                 CallText what, std::function<void()> finish = {});
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -35,7 +52,7 @@ class CollectiveWork final : public c10d::Work {
  private:
   const c10::intrusive_ptr<c10d::Work> inner_;
   std::vector<at::Tensor> tensors_;
-  const std::string what_;
+  const CallText what_;
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::mutex finish_mutex_;
   std::function<void()> finish_;

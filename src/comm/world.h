@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <string>
+#include <vector>
 
 namespace fsdp2::comm {
 
@@ -17,6 +18,8 @@ struct World {
   int local_rank = 0;
   c10::Device device = c10::kCPU;
   Backends backends;
+  /// Of each rank; equal where ranks can share memory.
+  std::vector<std::string> hosts;
   std::chrono::milliseconds timeout{};
   std::string master_addr;
   c10::intrusive_ptr<c10d::Store> store;

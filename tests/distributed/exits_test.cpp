@@ -152,16 +152,16 @@ TEST(ExitsOfOne, AnExceptionAnywhereOnOneRank) {
       "in step");
 }
 
-/// gloo ends the process when the sizes of one collective differ; what it was is said then.
-TEST(ExitsOfOne, BranchesIntoGroupsOfDifferentSizesAreNamed) {
+/// What two ranks say that gather groups of different sizes at one point, over that backend.
+std::string words_of_branches(const char* backend) {
   const std::string path = ::testing::TempDir() + "/branches." + std::to_string(getpid());
   const pid_t child = fork();
-  ASSERT_GE(child, 0);
+  EXPECT_GE(child, 0);
   if (child == 0) {
     const int file = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
     dup2(file, 2);
     dup2(file, 1);
-    setenv("FSDP2_SHARED_MEMORY", "off", 1);
+    setenv("FSDP2_CPU_BACKEND", backend, 1);
     on_ranks(
         2,
         [](int rank) {
@@ -180,9 +180,20 @@ TEST(ExitsOfOne, BranchesIntoGroupsOfDifferentSizesAreNamed) {
   std::ifstream file(path);
   std::stringstream text;
   text << file.rdbuf();
-  EXPECT_THAT(text.str(), AllOf(HasSubstr("fsdp2: rank 1"), HasSubstr("'1.weight, ...'"),
-                                HasSubstr("different branches")));
   unlink(path.c_str());
+  return text.str();
+}
+
+TEST(ExitsOfOne, BranchesIntoGroupsOfDifferentSizesAreNamed) {
+  // An error on both, with both calls in it.
+  const std::string words = words_of_branches("shm");
+  EXPECT_THAT(words, AllOf(HasSubstr("'0.weight, ...'"), HasSubstr("'1.weight, ...'"),
+                           HasSubstr("ranks called different collectives")));
+  EXPECT_EQ(words.find("signal"), std::string::npos) << words;
+  // gloo ends the process when the sizes of one collective differ; what it was is said then.
+  EXPECT_THAT(words_of_branches("gloo"),
+              AllOf(HasSubstr("fsdp2: rank 1"), HasSubstr("'1.weight, ...'"),
+                    HasSubstr("different branches")));
 }
 
 /// Where memory is shared only words travel, and they have one size.

@@ -7,7 +7,7 @@
 
 namespace fsdp2::testing {
 
-/// Forks `world` processes, joins them into a gloo world over a file store, and runs `body(rank)`
+/// Forks `world` processes, joins them into a world over a file store, and runs `body(rank)`
 /// in each. The test fails if a rank fails an expectation, throws, dies or is still running after
 /// `limit` (then all are killed). Each process has one compute thread. Nothing that `body` does is
 /// visible to the caller.

@@ -1,0 +1,24 @@
+#pragma once
+
+// Reductions of backend "shm", one element at a time in order of rank, so that every rank and every
+// run gives the same bits.
+
+#include <c10/core/ScalarType.h>
+#include <c10/util/ArrayRef.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace fsdp2::comm {
+
+/// Why numbers of this dtype cannot be reduced so; empty if they can.
+std::string why_not_reducible(c10::ScalarType type, c10d::ReduceOp::RedOpType op);
+
+/// `output` [bytes] = the reduction of `inputs`, each as long, in their order; it may be one of
+/// them. fp16 and bf16 are added in fp32 and rounded once.
+void shm_reduce(std::byte* output, c10::ArrayRef<const std::byte*> inputs, int64_t bytes,
+                c10::ScalarType type, c10d::ReduceOp::RedOpType op);
+
+}  // namespace fsdp2::comm

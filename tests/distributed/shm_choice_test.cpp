@@ -1,0 +1,144 @@
+// Which backend a group of CPU tensors gets.
+
+#include "comm/backend_shm.h"
+#include "comm/groups.h"
+#include "support/errors.h"
+#include "support/ranks.h"
+
+#include <fsdp2/collectives.h>
+#include <fsdp2/device_mesh.h>
+#include <fsdp2/process_group.h>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/torch.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdlib>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <numeric>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
+namespace fsdp2::testing::shm_choice {
+namespace {
+
+using namespace std::chrono_literals;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+std::string name_of(const ProcessGroup& group) {
+  return group->getBackend(c10::kCPU)->getBackendName();
+}
+
+void expect_works(const ProcessGroup& group) {
+  const torch::Tensor ones = torch::ones({3});
+  wait(all_reduce(ones, ReduceOp::kSum, group));
+  EXPECT_TRUE(ones.equal(torch::full({3}, group->getSize())));
+}
+
+TEST(ShmChoice, IsTheDefaultOnOneHostAndForWhatComesFromIt) {
+  unsetenv("FSDP2_CPU_BACKEND");
+  on_ranks(4, [](int rank) {
+    EXPECT_EQ(name_of(world_group()), "shm");
+    EXPECT_EQ(name_of(new_group({0, 1, 2, 3})), "shm");
+    EXPECT_EQ(name_of(comm::second_group(world_group())), "shm");
+    EXPECT_EQ(name_of(comm::neighbour_group(world_group(), 2)), "shm");
+    EXPECT_EQ(name_of(comm::host_group(world_group())), "gloo");
+    const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"a", "b"});
+    EXPECT_EQ(name_of(mesh.get_group(0)), "shm");
+    const auto presence = comm::presence_of(mesh.get_group(1));
+    ASSERT_NE(presence, nullptr);
+    EXPECT_EQ(presence->size(), 2);
+    EXPECT_EQ(presence->rank(), rank % 2);
+    EXPECT_EQ(presence->global_rank(1), rank / 2 * 2 + 1);
+    EXPECT_EQ(comm::presence_of(comm::host_group(world_group())), nullptr);
+  });
+}
+
+TEST(ShmChoice, TheVariableTakesThePlaceOfTheChoice) {
+  for (const char* name : {"gloo", "shm"}) {
+    setenv("FSDP2_CPU_BACKEND", name, 1);
+    on_ranks(2, [name](int) {
+      EXPECT_EQ(name_of(world_group()), name);
+      EXPECT_EQ(name_of(comm::second_group(world_group())), name);
+      expect_works(world_group());
+    });
+  }
+  setenv("FSDP2_CPU_BACKEND", "mpi", 1);
+  EXPECT_THAT(error_of([] { comm::parse_backends(""); }),
+              HasSubstr("FSDP2_CPU_BACKEND is 'mpi': it must be shm or gloo"));
+  EXPECT_EQ(comm::parse_backends("gloo").at(c10::kCPU), "gloo");
+  unsetenv("FSDP2_CPU_BACKEND");
+  EXPECT_EQ(comm::parse_backends("cpu:shm").at(c10::kCPU), "shm");
+  EXPECT_THAT(error_of([] { comm::parse_backends("cuda:shm"); }), HasSubstr("shm is for cpu"));
+}
+
+/// A group of the world's ranks as if they were on `hosts`.
+ProcessGroup group_on(const std::vector<std::string>& hosts, const std::string& backend,
+                      const std::string& key) {
+  comm::GroupOptions options;
+  options.store = c10::make_intrusive<c10d::PrefixStore>(key, world_group()->getStore());
+  options.rank = get_rank();
+  options.global_ranks.resize(hosts.size());
+  std::iota(options.global_ranks.begin(), options.global_ranks.end(), 0);
+  options.backends = {{c10::kCPU, backend}};
+  options.hosts = hosts;
+  options.name = key;
+  options.timeout = 20s;
+  return comm::make_group(options);
+}
+
+TEST(ShmChoice, SeveralHostsGetGloo) {
+  on_ranks(3, [](int) {
+    const ProcessGroup apart = group_on({"a/1", "b/2", "a/1"}, comm::kBest, "apart");
+    EXPECT_EQ(name_of(apart), "gloo");
+    expect_works(apart);
+    EXPECT_EQ(name_of(group_on({"a/1", "a/1", "a/1"}, comm::kBest, "together")), "shm");
+    EXPECT_EQ(name_of(group_on({"a/1", "a/1", "a/1"}, "gloo", "asked")), "gloo");
+    EXPECT_THAT(
+        error_of([] { group_on({"a/1", "b/2", "a/1"}, "shm", "refused"); }),
+        AllOf(HasSubstr("'refused'"), HasSubstr("a: {0, 2}, b: {1}"), HasSubstr("use 'gloo'")));
+  });
+}
+
+/// From here on this process cannot create shared memory.
+void forbid_memfd() {
+  sock_filter program[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_memfd_create, 0, 1),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog filter = {sizeof program / sizeof *program, program};
+  ASSERT_EQ(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+  ASSERT_EQ(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter), 0);
+}
+
+TEST(ShmChoice, WhereMemoryCannotBeSharedAllRanksGetGlooAndAreTold) {
+  on_ranks(3, [](int rank) {
+    if (rank == 0) forbid_memfd();
+    ::testing::internal::CaptureStderr();
+    const ProcessGroup group = new_group({0, 1, 2}, "barred");
+    const std::string said = ::testing::internal::GetCapturedStderr();
+    EXPECT_EQ(name_of(group), "gloo");
+    expect_works(group);
+    if (rank == 0) {
+      EXPECT_THAT(said, AllOf(HasSubstr("group 'barred'"), HasSubstr("uses gloo"),
+                              HasSubstr("rank 0: cannot create shared memory")));
+    } else {
+      EXPECT_EQ(said, "");
+    }
+    // Another rank creates the memory of this one, which it can.
+    EXPECT_EQ(name_of(new_group({1, 0, 2})), "shm");
+    EXPECT_THAT(error_of([] { group_on({"a", "a", "a"}, "shm", "asked"); }),
+                AllOf(HasSubstr("could not connect group 'asked' over shm"),
+                      HasSubstr("rank 0: cannot create shared memory"), HasSubstr("use 'gloo'")));
+  });
+}
+
+}  // namespace
+}  // namespace fsdp2::testing::shm_choice
