@@ -63,6 +63,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   auto* bench = app.add_subcommand("bench", "Measure the library");
   bench->require_subcommand(1);
   add_bench_checkpoint(*bench);
+  add_bench_collectives(*bench);
   auto* step = bench->add_subcommand(
       "step", "Train a decoder on synthetic tokens; report losses, times, memory and collectives");
   auto arguments = std::make_shared<StepArguments>();
