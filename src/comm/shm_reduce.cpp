@@ -1,5 +1,7 @@
 #include "comm/shm_reduce.h"
 
+#include "comm/shm_half.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_or.h>
@@ -7,15 +9,11 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
-#include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
-#include <c10/util/Half.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <array>
-#include <bit>
-#include <type_traits>
 
 namespace fsdp2::comm {
 namespace {
@@ -23,123 +21,69 @@ namespace {
 using Op = c10d::ReduceOp::RedOpType;
 using Inputs = c10::ArrayRef<const std::byte*>;
 
-// Loops below are compiled twice where the compiler can: for any machine, and for AVX2.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__)
-#define FSDP2_CLONES __attribute__((target_clones("arch=haswell", "default")))
-#else
-#define FSDP2_CLONES
-#endif
-
-inline float widened(c10::BFloat16 value) {
-  return std::bit_cast<float>(static_cast<uint32_t>(value.x) << 16U);
-}
-/// To nearest, ties to even; the branch-free form of c10's.
-inline c10::BFloat16 rounded(float value) {
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t near = (bits + 0x7FFFU + ((bits >> 16U) & 1U)) >> 16U;
-  const uint32_t not_a_number = 0x7FC0U;
-  const bool is_nan = (bits & 0x7FFFFFFFU) > 0x7F800000U;
-  return {static_cast<uint16_t>(is_nan ? not_a_number : near), c10::BFloat16::from_bits()};
-}
-
 // Elements at a time: the sums stay in the nearest cache.
 constexpr int64_t kTile = 1024;
 
-/// sums = first + second.
-template <class T, class Sum>
-inline __attribute__((always_inline)) void add_tile(Sum* sums, const T* first, const T* second,
-                                                    int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      sums[i] = widened(first[i]) + widened(second[i]);
-    } else {
-      sums[i] = static_cast<Sum>(first[i]) + static_cast<Sum>(second[i]);
-    }
-  }
-}
-template <class T, class Sum>
-inline __attribute__((always_inline)) void add_tile(Sum* sums, const T* next, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      sums[i] += widened(next[i]);
-    } else {
-      sums[i] += static_cast<Sum>(next[i]);
-    }
-  }
-}
-template <class T, class Sum>
-inline __attribute__((always_inline)) void put_tile(T* output, const Sum* sums, int64_t count,
-                                                    Sum divisor) {
-  if (divisor != 1) {
-    for (int64_t i = 0; i < count; ++i) {
-      if constexpr (std::is_same_v<T, c10::BFloat16>) {
-        output[i] = rounded(sums[i] / divisor);
-      } else {
-        output[i] = static_cast<T>(sums[i] / divisor);
-      }
-    }
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    if constexpr (std::is_same_v<T, c10::BFloat16>) {
-      output[i] = rounded(sums[i]);
-    } else {
-      output[i] = static_cast<T>(sums[i]);
-    }
-  }
-}
-
-template <class T, class Sum>
-inline __attribute__((always_inline)) void sum(T* output, Inputs inputs, int64_t count,
-                                               Sum divisor) {
-  const auto at = [&](size_t rank, int64_t offset) {
+template <class T>
+void add_up(std::byte* output, Inputs inputs, int64_t count, T divisor) {
+  const auto input = [&](size_t rank, int64_t offset) {
     return reinterpret_cast<const T*>(inputs[rank]) + offset;
   };
-  alignas(64) std::array<Sum, kTile> sums;
+  alignas(64) std::array<T, kTile> sums;
   for (int64_t offset = 0; offset < count; offset += kTile) {
     const int64_t now = std::min(kTile, count - offset);
-    add_tile(sums.data(), at(0, offset), at(1, offset), now);
-    for (size_t rank = 2; rank < inputs.size(); ++rank)
-      add_tile(sums.data(), at(rank, offset), now);
-    put_tile(output + offset, sums.data(), now, divisor);
+    const T* first = input(0, offset);
+    const T* second = input(1, offset);
+    for (int64_t i = 0; i < now; ++i) sums[i] = first[i] + second[i];
+    for (size_t rank = 2; rank < inputs.size(); ++rank) {
+      const T* next = input(rank, offset);
+      for (int64_t i = 0; i < now; ++i) sums[i] += next[i];
+    }
+    if (divisor != 1) {
+      for (int64_t i = 0; i < now; ++i) sums[i] /= divisor;
+    }
+    std::copy_n(sums.data(), now, reinterpret_cast<T*>(output) + offset);
   }
 }
 
-FSDP2_CLONES void sum_float(float* output, Inputs inputs, int64_t count, float divisor) {
-  sum(output, inputs, count, divisor);
-}
-FSDP2_CLONES void sum_double(double* output, Inputs inputs, int64_t count, double divisor) {
-  sum(output, inputs, count, divisor);
-}
-FSDP2_CLONES void sum_bfloat16(c10::BFloat16* output, Inputs inputs, int64_t count, float divisor) {
-  sum(output, inputs, count, divisor);
-}
-FSDP2_CLONES void sum_half(c10::Half* output, Inputs inputs, int64_t count, float divisor) {
-  sum(output, inputs, count, divisor);
+void add_up_halves(std::byte* output, Inputs inputs, int64_t count, float divisor,
+                   const HalfFormat& format) {
+  const auto input = [&](size_t rank, int64_t offset) {
+    return reinterpret_cast<const uint16_t*>(inputs[rank]) + offset;
+  };
+  alignas(64) std::array<float, kTile> sums, next;
+  for (int64_t offset = 0; offset < count; offset += kTile) {
+    const int64_t now = std::min(kTile, count - offset);
+    format.widen(input(0, offset), sums.data(), now);
+    for (size_t rank = 1; rank < inputs.size(); ++rank) {
+      format.widen(input(rank, offset), next.data(), now);
+      for (int64_t i = 0; i < now; ++i) sums[i] += next[i];
+    }
+    if (divisor != 1) {
+      for (int64_t i = 0; i < now; ++i) sums[i] /= divisor;
+    }
+    format.narrow(sums.data(), reinterpret_cast<uint16_t*>(output) + offset, now);
+  }
 }
 
 /// Whether there is a loop for it, which has then run.
 bool sum_plainly(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type,
                  double divisor) {
   if (inputs.size() < 2) return false;
-  const auto run = [&](auto function, auto* typed, auto typed_divisor) {
-    function(typed, inputs, bytes / static_cast<int64_t>(sizeof *typed), typed_divisor);
-    return true;
-  };
   switch (type) {
     case c10::kFloat:
-      return run(sum_float, reinterpret_cast<float*>(output), static_cast<float>(divisor));
-    case c10::kDouble:
-      return run(sum_double, reinterpret_cast<double*>(output), divisor);
-    case c10::kBFloat16:
-      return run(sum_bfloat16, reinterpret_cast<c10::BFloat16*>(output),
-                 static_cast<float>(divisor));
-    case c10::kHalf:
-      return run(sum_half, reinterpret_cast<c10::Half*>(output), static_cast<float>(divisor));
     case c10::kComplexFloat:
-      return run(sum_float, reinterpret_cast<float*>(output), static_cast<float>(divisor));
+      add_up(output, inputs, bytes / 4, static_cast<float>(divisor));
+      return true;
+    case c10::kDouble:
     case c10::kComplexDouble:
-      return run(sum_double, reinterpret_cast<double*>(output), divisor);
+      add_up(output, inputs, bytes / 8, divisor);
+      return true;
+    case c10::kBFloat16:
+    case c10::kHalf:
+      add_up_halves(output, inputs, bytes / 2, static_cast<float>(divisor),
+                    type == c10::kHalf ? float16_format() : bfloat16_format());
+      return true;
     default:
       return false;
   }
