@@ -21,7 +21,7 @@ namespace fsdp2::cli {
 namespace {
 
 struct CollectivesBench {
-  std::vector<int64_t> sizes = {4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20};
+  std::vector<int64_t> sizes = {4096, 65536, 1048576, 4194304, 16777216, 67108864};
   std::vector<std::string> dtypes = {"fp32", "bf16"};
   int repeats = 5;
   double seconds = 0.05;  // of each measurement, at least

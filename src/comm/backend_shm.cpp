@@ -397,8 +397,9 @@ class ShmBackend final : public c10d::Backend {
                                   std::chrono::milliseconds timeout, const Tensors& kept,
                                   const c10d::ReduceOp& op) {
     auto work = make<W>(kind, bytes, timeout, kept, 1);
-    work->call.dtype = static_cast<int8_t>(tensor.scalar_type());
-    work->call.op = static_cast<int8_t>(op.op_);
+    work->call.reduces = 1;
+    work->call.dtype = static_cast<uint8_t>(tensor.scalar_type());
+    work->call.op = static_cast<uint8_t>(op.op_);
     work->rank = rank_;
     work->size = size_;
     work->bytes = bytes;

@@ -371,6 +371,7 @@ std::vector<std::string> all_gather_bytes(const std::string& bytes, const Proces
   const at::Tensor here = all.cpu();
   const char* data = reinterpret_cast<const char*>(here.const_data_ptr<uint8_t>());
   std::vector<std::string> result;
+  result.reserve(static_cast<size_t>(call.size()));
   for (int rank = 0; rank < call.size(); ++rank)
     result.emplace_back(data + rank * longest, length[rank]);
   return result;

@@ -161,6 +161,7 @@ std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<in
                            std::chrono::milliseconds timeout) {
   store->set(rank_key(rank), value);
   std::vector<std::string> keys;
+  keys.reserve(ranks.size());
   for (int other : ranks) keys.push_back(rank_key(other));
   try {
     store->wait(keys, timeout);
@@ -170,7 +171,7 @@ std::string wait_for_ranks(const StorePtr& store, int rank, const std::vector<in
       for (int other : ranks) {
         if (!store->check({rank_key(other)})) missing.push_back(other);
       }
-    } catch (const std::exception&) {  // the store itself is gone
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store is gone, too
     }
     TORCH_CHECK(missing.empty(), "rank ", rank, " waited ", duration_text(timeout), " for ranks {",
                 list_text(missing), "} of {", list_text(ranks), "} to join ", what,
@@ -188,6 +189,8 @@ std::vector<std::string> exchange_texts(const StorePtr& store, int rank,
                                         std::chrono::milliseconds timeout) {
   wait_for_ranks(store, rank, ranks, value, what, timeout);
   std::vector<std::string> keys, texts;
+  keys.reserve(ranks.size());
+  texts.reserve(ranks.size());
   for (int other : ranks) keys.push_back(rank_key(other));
   for (const std::vector<uint8_t>& text : store->multiGet(keys))
     texts.emplace_back(text.begin(), text.end());
@@ -227,6 +230,7 @@ Meeting meet(const StorePtr& entered, const Membership& membership,
   }
   Meeting meeting;
   meeting.local_rank = sites[membership.rank].local_rank;
+  meeting.hosts.reserve(sites.size());
   for (const Site& site : sites) meeting.hosts.push_back(site.memory);
   return meeting;
 }
@@ -240,7 +244,7 @@ void leave(const StorePtr& entered, bool serves) {
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
       left = entered->add("left", 0);
     }
-  } catch (const std::exception&) {  // the store ended first
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store ended first
   }
 }
 

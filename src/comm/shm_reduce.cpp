@@ -114,6 +114,13 @@ at::Tensor combined(const at::Tensor& so_far, const at::Tensor& next, Op op) {
 
 }  // namespace
 
+const char* name_of_reduction(Op op) {
+  static constexpr std::array names = {"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
+                                       "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
+  const auto index = static_cast<size_t>(op);
+  return index < names.size() ? names.at(index) : "unknown";
+}
+
 std::string why_not_reducible(c10::ScalarType type, Op op) {
   const bool bits = op == Op::BAND || op == Op::BOR || op == Op::BXOR;
   const bool ordered = op == Op::MIN || op == Op::MAX;
@@ -125,11 +132,8 @@ std::string why_not_reducible(c10::ScalarType type, Op op) {
   if ((op == Op::AVG || op == Op::PREMUL_SUM) && c10::isIntegralType(type, true))
     why = "of integers is not whole: use a floating dtype, or SUM";
   if (!why) return {};
-  static constexpr std::array kNames = {"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
-                                        "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
-  const auto index = static_cast<size_t>(op);
-  return c10::str("the reduction ", index < kNames.size() ? kNames.at(index) : "?", " of ",
-                  c10::toString(type), " cannot be made: it ", why);
+  return c10::str("the reduction ", name_of_reduction(op), " of ", c10::toString(type),
+                  " cannot be made: it ", why);
 }
 
 void shm_reduce(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type, Op op) {

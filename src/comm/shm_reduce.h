@@ -13,6 +13,9 @@
 
 namespace fsdp2::comm {
 
+/// "SUM"
+const char* name_of_reduction(c10d::ReduceOp::RedOpType op);
+
 /// Why numbers of this dtype cannot be reduced so; empty if they can.
 std::string why_not_reducible(c10::ScalarType type, c10d::ReduceOp::RedOpType op);
 

@@ -1,6 +1,7 @@
 #include "comm/shm_segment.h"
 
 #include "comm/rendezvous.h"
+#include "comm/shm_reduce.h"
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -22,23 +23,22 @@ constexpr size_t kPage = 4096;
 size_t rounded_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 const char* name_of(ShmKind kind) {
-  static constexpr std::array kNames = {"barrier",        "broadcast",  "all_gather", "gather",
-                                        "scatter",        "all_to_all", "reduce",     "all_reduce",
-                                        "reduce_scatter", "message"};
-  return kNames.at(static_cast<size_t>(kind));
+  static constexpr std::array names = {"barrier",        "broadcast",  "all_gather", "gather",
+                                       "scatter",        "all_to_all", "reduce",     "all_reduce",
+                                       "reduce_scatter", "message"};
+  return names.at(static_cast<size_t>(kind));
 }
 
 }  // namespace
 
 std::string ShmCall::text() const {
-  static constexpr std::array kOps = {"SUM",  "AVG", "PRODUCT", "MIN",       "MAX",
-                                      "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
   std::string text = name_of(kind);
   if (kind != ShmKind::kBarrier && kind != ShmKind::kAllToAll)
     text += c10::str(" of ", bytes, " bytes");
-  if (op >= 0 && static_cast<size_t>(op) < kOps.size())
-    text += c10::str(" (", kOps[static_cast<size_t>(op)], " of ",
+  if (reduces != 0) {
+    text += c10::str(" (", name_of_reduction(static_cast<c10d::ReduceOp::RedOpType>(op)), " of ",
                      c10::toString(static_cast<c10::ScalarType>(dtype)), ")");
+  }
   if (kind == ShmKind::kMessage) return text + c10::str(" with tag ", root);
   if (root >= 0) text += c10::str(" with root ", root);
   return text;

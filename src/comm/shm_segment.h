@@ -32,9 +32,9 @@ struct ShmCall {
   int64_t bytes = 0;  // of a rank's input
   int32_t root = -1;  // a rank of the group; of a message its tag
   ShmKind kind{};
-  int8_t dtype = -1;  // of reductions
-  int8_t op = -1;     // of reductions
-  int8_t unused = 0;
+  uint8_t reduces = 0;  // then these are known, too:
+  uint8_t dtype = 0;
+  uint8_t op = 0;
 
   bool operator==(const ShmCall&) const = default;
   /// "all_gather of 64 bytes"

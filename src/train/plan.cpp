@@ -111,7 +111,7 @@ class Planner {
   // Activations.
   int64_t tokens() const { return options_.batch * model_.seq; }
   /// What autograd keeps of a norm: its input and the normalized input in fp32, the result.
-  int64_t norm_saved() const { return model_.dim * (2 * 4 + compute_) + 4; }
+  int64_t norm_saved() const { return model_.dim * (int64_t{2} * 4 + compute_) + 4; }
   int64_t block_saved() const {
     const int64_t attention = 4 * model_.dim * compute_ + model_.heads * 4;
     const int64_t feed_forward = 4 * model_.ffn * compute_;

@@ -124,7 +124,7 @@ void expect_error_on_both(const std::function<void(TwoLinear&, int rank)>& step,
 struct Throw : torch::autograd::Function<Throw> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 torch::autograd::variable_list) {
+                                                 const torch::autograd::variable_list&) {
     throw std::runtime_error("mine");
   }
 };

@@ -155,7 +155,8 @@ TEST_P(ShmMoves, ListsOfTensorsAtOnce) {
   const int world = GetParam();
   on_shm_ranks(world, [world](int rank) {
     Tensors inputs = {brought(rank, 5, at::kFloat), brought(rank, 70'000, at::kLong)};
-    Tensors outputs = {torch::zeros({5 * world}), torch::zeros({70'000 * world}, at::kLong)};
+    Tensors outputs = {torch::zeros({int64_t{5} * world}),
+                       torch::zeros({int64_t{70'000} * world}, at::kLong)};
     std::vector<Tensors> by_rank(world, {torch::zeros({5}), torch::zeros({70'000}, at::kLong)});
     for (Tensors& list : by_rank) {
       for (Tensor& tensor : list) tensor = tensor.clone();

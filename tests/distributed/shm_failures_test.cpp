@@ -10,6 +10,7 @@
 
 #include <torch/torch.h>
 
+#include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -214,6 +215,32 @@ TEST(ShmEnds, AGroupThatIsDroppedEndsItsOpenWorks) {
       group.reset();
       EXPECT_THAT(error_of([&] { work->wait(); }), HasSubstr("was left by rank 0"));
     }
+    wait(barrier(world_group()));
+  });
+}
+
+/// Lines of this process's memory map that name the group "tried".
+int mappings() {
+  std::ifstream maps("/proc/self/maps");
+  int count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (line.find("memfd:fsdp2:tried") != std::string::npos) ++count;
+  }
+  return count;
+}
+
+TEST(ShmEnds, GroupsThatAreDroppedLeaveNothing) {
+  on_shm_ranks(2, [](int rank) {
+    for (int i = 0; i < 10; ++i) {
+      const ProcessGroup group = all_of(2, 20s);
+      EXPECT_EQ(mappings(), 1);
+      all_reduce_of(group, 300'000, c10d::ReduceOp::SUM)->getFuture();
+      Tensors tensors = {torch::ones({9})};
+      if (rank == 0) backend_of(group)->send(tensors, 1, 1);
+      backend_of(group)->barrier()->wait();
+      if (i % 2 == rank) backend_of(group)->barrier();  // never done
+    }
+    EXPECT_EQ(mappings(), 0);
     wait(barrier(world_group()));
   });
 }

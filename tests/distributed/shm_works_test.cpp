@@ -301,6 +301,7 @@ void random_program(int rank, unsigned seed, int steps) {
   Dice shared(seed), own(seed * 7 + static_cast<unsigned>(rank) + 1);
   std::vector<ProcessGroup> groups = {world_group(), new_group({0, 1, 2}), new_group({2, 1})};
   std::vector<Dice> dice;
+  dice.reserve(3);
   for (unsigned i = 0; i < 3; ++i) dice.emplace_back(seed + i);
   std::deque<Step> open;
   const auto finish = [&] {
