@@ -18,6 +18,10 @@ FSDP2_INLINE void widen_bfloat16_here(const uint16_t* from, float* to, int64_t c
   for (int64_t i = 0; i < count; ++i)
     to[i] = std::bit_cast<float>(static_cast<uint32_t>(from[i]) << 16U);
 }
+FSDP2_INLINE void add_bfloat16_here(const uint16_t* from, float* sums, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    sums[i] += std::bit_cast<float>(static_cast<uint32_t>(from[i]) << 16U);
+}
 FSDP2_INLINE void narrow_bfloat16_here(const float* from, uint16_t* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const auto bits = std::bit_cast<uint32_t>(from[i]);
@@ -30,11 +34,17 @@ FSDP2_INLINE void narrow_bfloat16_here(const float* from, uint16_t* to, int64_t 
 void widen_bfloat16(const uint16_t* from, float* to, int64_t count) {
   widen_bfloat16_here(from, to, count);
 }
+void add_bfloat16(const uint16_t* from, float* sums, int64_t count) {
+  add_bfloat16_here(from, sums, count);
+}
 void narrow_bfloat16(const float* from, uint16_t* to, int64_t count) {
   narrow_bfloat16_here(from, to, count);
 }
 void widen_float16(const uint16_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = c10::detail::fp16_ieee_to_fp32_value(from[i]);
+}
+void add_float16(const uint16_t* from, float* sums, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) sums[i] += c10::detail::fp16_ieee_to_fp32_value(from[i]);
 }
 void narrow_float16(const float* from, uint16_t* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = c10::detail::fp16_ieee_from_fp32_value(from[i]);
@@ -46,6 +56,9 @@ void narrow_float16(const float* from, uint16_t* to, int64_t count) {
 FSDP2_AVX2 void widen_bfloat16_avx2(const uint16_t* from, float* to, int64_t count) {
   widen_bfloat16_here(from, to, count);
 }
+FSDP2_AVX2 void add_bfloat16_avx2(const uint16_t* from, float* sums, int64_t count) {
+  add_bfloat16_here(from, sums, count);
+}
 FSDP2_AVX2 void narrow_bfloat16_avx2(const float* from, uint16_t* to, int64_t count) {
   narrow_bfloat16_here(from, to, count);
 }
@@ -56,6 +69,14 @@ FSDP2_AVX2 void widen_float16_avx2(const uint16_t* from, float* to, int64_t coun
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(eight));
   }
   widen_float16(from + i, to + i, count - i);
+}
+FSDP2_AVX2 void add_float16_avx2(const uint16_t* from, float* sums, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i eight = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm256_storeu_ps(sums + i, _mm256_add_ps(_mm256_loadu_ps(sums + i), _mm256_cvtph_ps(eight)));
+  }
+  add_float16(from + i, sums + i, count - i);
 }
 FSDP2_AVX2 void narrow_float16_avx2(const float* from, uint16_t* to, int64_t count) {
   int64_t i = 0;
@@ -72,9 +93,9 @@ bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_support
 }  // namespace
 
 const HalfFormat& bfloat16_format() {
-  static const HalfFormat plain = {widen_bfloat16, narrow_bfloat16};
+  static const HalfFormat plain = {widen_bfloat16, add_bfloat16, narrow_bfloat16};
 #ifdef FSDP2_HAS_AVX2
-  static const HalfFormat fast = {widen_bfloat16_avx2, narrow_bfloat16_avx2};
+  static const HalfFormat fast = {widen_bfloat16_avx2, add_bfloat16_avx2, narrow_bfloat16_avx2};
   static const bool is_fast = has_avx2();
   if (is_fast) return fast;
 #endif
@@ -82,9 +103,9 @@ const HalfFormat& bfloat16_format() {
 }
 
 const HalfFormat& float16_format() {
-  static const HalfFormat plain = {widen_float16, narrow_float16};
+  static const HalfFormat plain = {widen_float16, add_float16, narrow_float16};
 #ifdef FSDP2_HAS_AVX2
-  static const HalfFormat fast = {widen_float16_avx2, narrow_float16_avx2};
+  static const HalfFormat fast = {widen_float16_avx2, add_float16_avx2, narrow_float16_avx2};
   static const bool is_fast = has_avx2();
   if (is_fast) return fast;
 #endif

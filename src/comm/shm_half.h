@@ -8,6 +8,8 @@ namespace fsdp2::comm {
 
 struct HalfFormat {
   void (*widen)(const uint16_t* from, float* to, int64_t count);
+  /// sums += what `from` holds
+  void (*add)(const uint16_t* from, float* sums, int64_t count);
   void (*narrow)(const float* from, uint16_t* to, int64_t count);
 };
 

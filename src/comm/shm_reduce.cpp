@@ -51,14 +51,12 @@ void add_up_halves(std::byte* output, Inputs inputs, int64_t count, float diviso
   const auto input = [&](size_t rank, int64_t offset) {
     return reinterpret_cast<const uint16_t*>(inputs[rank]) + offset;
   };
-  alignas(64) std::array<float, kTile> sums, next;
+  alignas(64) std::array<float, kTile> sums;
   for (int64_t offset = 0; offset < count; offset += kTile) {
     const int64_t now = std::min(kTile, count - offset);
     format.widen(input(0, offset), sums.data(), now);
-    for (size_t rank = 1; rank < inputs.size(); ++rank) {
-      format.widen(input(rank, offset), next.data(), now);
-      for (int64_t i = 0; i < now; ++i) sums[i] += next[i];
-    }
+    for (size_t rank = 1; rank < inputs.size(); ++rank)
+      format.add(input(rank, offset), sums.data(), now);
     if (divisor != 1) {
       for (int64_t i = 0; i < now; ++i) sums[i] /= divisor;
     }

@@ -258,6 +258,7 @@ void hit_a_rank(int signal, unsigned seed) {
       [&](int rank) {
         const ProcessGroup group = all_of(world, stops ? 1500ms : 10'000ms);
         Dice dice(seed + static_cast<unsigned>(rank));
+        if (rank == 1 && !stops) ::signal(SIGUSR1, [](int) { _exit(0); });
         if (rank == 1) victim->store(getpid());
         wait(barrier(world_group()));
         std::thread hunter;
@@ -268,7 +269,6 @@ void hit_a_rank(int signal, unsigned seed) {
             kill(victim->load(), stops ? SIGSTOP : SIGUSR1);
           });
         }
-        if (rank == 1 && !stops) ::signal(SIGUSR1, [](int) { _exit(0); });
         auto last_good = std::chrono::steady_clock::now();
         const std::string error = error_of([&] {
           for (int i = 0;; ++i) {
