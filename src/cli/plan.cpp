@@ -101,8 +101,8 @@ void add_plan(CLI::App& app, int& exit_code) {
       ->capture_default_str();
   plan->add_option("--offload", o.offload, "Keep shards and optimizer in host memory")
       ->capture_default_str();
-  plan->add_option("--backend", o.backend, "gloo, which reduces a copy; shm or nccl")
-      ->check(CLI::IsMember({"gloo", "shm", "nccl"}))
+  plan->add_option("--backend", o.backend, "gloo, which reduces a copy, or nccl")
+      ->check(CLI::IsMember({"gloo", "nccl"}))
       ->capture_default_str();
   plan->add_flag("--json", arguments->json, "Bytes, as JSON");
   last_wins(*plan);

@@ -4,9 +4,9 @@
 
 #include "comm/backend.h"
 #include "comm/groups.h"
-#include "comm/shm_collectives.h"
-#include "comm/shm_engine.h"
-#include "comm/shm_reduce.h"
+#include "comm/shm/collectives.h"
+#include "comm/shm/engine.h"
+#include "comm/reduce.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
@@ -491,10 +491,8 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendOptions& options
   return c10::make_intrusive<ShmBackend>(ShmSegment::meet(options), std::move(shm));
 }
 
-std::shared_ptr<Presence> presence_of(const ProcessGroup& group) {
-  if (!has_backend(group, c10::kCPU)) return nullptr;
-  const auto backend = group->getBackend(c10::kCPU);
-  const auto* shm = dynamic_cast<const ShmBackend*>(backend.get());
+std::shared_ptr<Presence> shm_presence(const c10d::Backend& backend) {
+  const auto* shm = dynamic_cast<const ShmBackend*>(&backend);
   return shm ? shm->presence() : nullptr;
 }
 

@@ -4,14 +4,13 @@
 
 #include "comm/shared_memory.h"
 
-#include <fsdp2/process_group.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <memory>
 
 namespace fsdp2::comm {
 
-/// Who of the group is there, if its ranks share memory (its backend for the CPU is "shm"); else
-/// null.
-std::shared_ptr<Presence> presence_of(const ProcessGroup& group);
+/// Who of the group is there, if `backend` is "shm"; else null.
+std::shared_ptr<Presence> shm_presence(const c10d::Backend& backend);
 
 }  // namespace fsdp2::comm

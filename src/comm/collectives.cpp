@@ -1,4 +1,4 @@
-#include "comm/add_up.h"
+#include "comm/reduce.h"
 #include "comm/counting.h"
 #include "comm/exits.h"
 #include "comm/groups.h"

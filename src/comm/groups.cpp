@@ -3,7 +3,8 @@
 #include "comm/backend.h"
 #include "comm/exits.h"
 #include "comm/rendezvous.h"
-#include "comm/shm_segment.h"
+#include "comm/shared_memory.h"
+#include "comm/shm/segment.h"
 #include "comm/world.h"
 
 #include <fsdp2/collectives.h>
@@ -13,7 +14,6 @@
 #include <torch/cuda.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -160,11 +160,7 @@ ProcessGroup derive(const ProcessGroup& group, int size, const std::string& purp
 
 Backends parse_backends(const std::string& text) {
   if (text.empty()) {
-    const char* asked = std::getenv("FSDP2_CPU_BACKEND");
-    const std::string cpu = asked ? asked : kBest;
-    TORCH_CHECK(cpu == kBest || cpu == kShm || cpu == kGloo, "the variable FSDP2_CPU_BACKEND is '",
-                cpu, "': it must be shm or gloo");
-    Backends backends = {{c10::kCPU, cpu}};
+    Backends backends = {{c10::kCPU, may_share_memory() ? kBest : kGloo}};
     if (nccl_is_built() && torch::cuda::is_available()) backends[c10::kCUDA] = "nccl";
     return backends;
   }

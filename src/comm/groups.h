@@ -19,9 +19,9 @@ using Backends = std::map<c10::DeviceType, std::string>;
 /// "gloo".
 inline constexpr const char* kBest = "";
 
-/// Reads "shm", "gloo", "nccl", "cpu:shm,cuda:nccl" or "fake"; empty gives what FSDP2_CPU_BACKEND
-/// says, else kBest, and what this build and this machine have. Error if the text cannot be read,
-/// or a backend is not built or has no device here.
+/// Reads "shm", "gloo", "nccl", "cpu:shm,cuda:nccl" or "fake"; empty gives kBest (gloo where
+/// memory may not be shared) and what this build and this machine have. Error if the text cannot be
+/// read, or a backend is not built or has no device here.
 Backends parse_backends(const std::string& text);
 
 /// One rank of a world that is not there.

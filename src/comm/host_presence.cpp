@@ -1,5 +1,6 @@
 #include "comm/host_presence.h"
 
+#include "comm/backend_shm.h"
 #include "comm/counting.h"
 #include "comm/groups.h"
 #include "comm/rendezvous.h"
@@ -10,7 +11,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 
@@ -26,21 +26,12 @@ Presences& presences() {
   return *made;
 }
 
-/// What a rank says of where it is; no two are alike where memory is not to be shared.
-std::string place() {
-  const char* setting = std::getenv("FSDP2_SHARED_MEMORY");
-  const std::string wanted = setting ? setting : "";
-  TORCH_CHECK(wanted.empty() || wanted == "on" || wanted == "off", "FSDP2_SHARED_MEMORY is '",
-              wanted, "': it can be 'on' (the default) or 'off'");
-  return wanted == "off" ? "" : host_identity();
-}
-
 std::shared_ptr<Presence> make_presence(const ProcessGroup& group) {
   const Uncounted uncounted;
-  const std::vector<std::string> places = all_gather_bytes(place(), group);
-  const bool one_host = !places[0].empty() &&
-                        std::all_of(places.begin(), places.end(),
-                                    [&](const std::string& other) { return other == places[0]; });
+  const std::vector<std::string> places = all_gather_bytes(host_identity(), group);
+  const bool one_host =
+      std::all_of(places.begin(), places.end(),
+                  [&](const std::string& other) { return other == places[0]; });
   if (!one_host) return nullptr;
   try {
     auto memory = share_memory(group, Presence::bytes(group->getSize()), "presence");
@@ -59,7 +50,9 @@ std::shared_ptr<Presence> make_presence(const ProcessGroup& group) {
 
 std::shared_ptr<Presence> presence_of(const ProcessGroup& group) {
   if (group->getSize() == 1 || !has_backend(group, c10::kCPU)) return nullptr;
-  if (group->getBackend(c10::kCPU)->getBackendName() != "gloo") return nullptr;
+  const auto backend = group->getBackend(c10::kCPU);
+  if (backend->getBackendName() == "shm") return may_share_memory() ? shm_presence(*backend) : nullptr;
+  if (backend->getBackendName() != "gloo") return nullptr;
   Presences& all = presences();
   const std::lock_guard lock(all.mutex);
   const auto found = all.known.find(group);

@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <climits>
+#include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
 #include <filesystem>
@@ -73,11 +74,21 @@ void relax() {
 #endif
 }
 
+bool may_share_memory() {
+  const char* setting = std::getenv("FSDP2_SHARED_MEMORY");
+  const std::string wanted = setting ? setting : "";
+  TORCH_CHECK(wanted.empty() || wanted == "on" || wanted == "off", "FSDP2_SHARED_MEMORY is '",
+              wanted, "': it can be 'on' (the default) or 'off'");
+  return wanted != "off";
+}
+
 std::string host_identity() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot;
   std::getline(file, boot);
-  return boot + '/' + link_text("/proc/self/ns/pid") + '/' + link_text("/proc/self/ns/net");
+  const std::string host =
+      boot + '/' + link_text("/proc/self/ns/pid") + '/' + link_text("/proc/self/ns/net");
+  return may_share_memory() ? host : host + "/process " + std::to_string(::getpid());
 }
 
 SharedMemory::SharedMemory(int file, size_t bytes) : file_(file), size_(bytes) {

@@ -13,7 +13,11 @@
 
 namespace fsdp2::comm {
 
-/// Processes with equal texts can share memory: one kernel, one space of process ids, one network.
+/// Whether this process may share memory with others: not with FSDP2_SHARED_MEMORY=off in its
+/// environment. Error if that is neither 'on' nor 'off'.
+bool may_share_memory();
+
+/// Processes with equal texts can and may share memory: one kernel, one space of process ids, one network.
 /// So containers and network namespaces count as hosts of their own.
 std::string host_identity();
 

@@ -1,6 +1,6 @@
 #include "fsdp/shared_reduce.h"
 
-#include "comm/add_up.h"
+#include "comm/reduce.h"
 #include "comm/counting.h"
 #include "comm/exits.h"
 #include "comm/share_memory.h"

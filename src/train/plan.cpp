@@ -246,9 +246,8 @@ void check(const PlanOptions& options) {
                     options.shard);
   TORCH_CHECK_VALUE(!options.nvme_moments || options.optimizer == "adamw",
                     "--nvme-moments is for --optimizer adamw, not for ", options.optimizer);
-  TORCH_CHECK_VALUE(
-      options.backend == "gloo" || options.backend == "shm" || options.backend == "nccl",
-      "there is no backend '", options.backend, "': use gloo, shm or nccl");
+  TORCH_CHECK_VALUE(options.backend == "gloo" || options.backend == "nccl", "there is no backend '",
+                    options.backend, "': use gloo or nccl");
   const std::vector<std::string> optimizers = {"adamw", "adam", "momentum", "sgd"};
   TORCH_CHECK_VALUE(std::count(optimizers.begin(), optimizers.end(), options.optimizer) == 1,
                     "there is no optimizer '", options.optimizer,

@@ -23,7 +23,7 @@ struct PlanOptions {
   bool checkpoint = false;       // blocks run again in backward
   bool offload = false;          // shards, their gradients and the optimizer's state in host memory
   bool nvme_moments = false;     // the optimizer's state in files (optim::AdamW)
-  std::string backend = "gloo";  // which reduces a copy of what it is given; or shm, nccl
+  std::string backend = "gloo";  // which reduces a copy of what it is given; or nccl
 };
 
 /// Bytes that are alive at one moment of a step, on the rank that holds the most.

@@ -1,7 +1,7 @@
 // Which backend a group of CPU tensors gets.
 
-#include "comm/backend_shm.h"
 #include "comm/groups.h"
+#include "comm/host_presence.h"
 #include "support/errors.h"
 #include "support/ranks.h"
 
@@ -9,6 +9,7 @@
 #include <fsdp2/device_mesh.h>
 #include <fsdp2/process_group.h>
 
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/torch.h>
 
@@ -22,6 +23,7 @@
 #include <numeric>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
+#include <unistd.h>
 
 namespace fsdp2::testing::shm_choice {
 namespace {
@@ -41,7 +43,7 @@ void expect_works(const ProcessGroup& group) {
 }
 
 TEST(ShmChoice, IsTheDefaultOnOneHostAndForWhatComesFromIt) {
-  unsetenv("FSDP2_CPU_BACKEND");
+  unsetenv("FSDP2_SHARED_MEMORY");
   on_ranks(4, [](int rank) {
     EXPECT_EQ(name_of(world_group()), "shm");
     EXPECT_EQ(name_of(new_group({0, 1, 2, 3})), "shm");
@@ -55,26 +57,44 @@ TEST(ShmChoice, IsTheDefaultOnOneHostAndForWhatComesFromIt) {
     EXPECT_EQ(presence->size(), 2);
     EXPECT_EQ(presence->rank(), rank % 2);
     EXPECT_EQ(presence->global_rank(1), rank / 2 * 2 + 1);
-    EXPECT_EQ(comm::presence_of(comm::host_group(world_group())), nullptr);
   });
 }
 
-TEST(ShmChoice, TheVariableTakesThePlaceOfTheChoice) {
-  for (const char* name : {"gloo", "shm"}) {
-    setenv("FSDP2_CPU_BACKEND", name, 1);
-    on_ranks(2, [name](int) {
-      EXPECT_EQ(name_of(world_group()), name);
-      EXPECT_EQ(name_of(comm::second_group(world_group())), name);
-      expect_works(world_group());
-    });
-  }
-  setenv("FSDP2_CPU_BACKEND", "mpi", 1);
+TEST(ShmChoice, GlooWhereMemoryMayNotBeShared) {
+  setenv("FSDP2_SHARED_MEMORY", "off", 1);
+  on_ranks(2, [](int) {
+    EXPECT_EQ(name_of(world_group()), "gloo");
+    EXPECT_EQ(name_of(comm::second_group(world_group())), "gloo");
+    EXPECT_EQ(comm::presence_of(world_group()), nullptr);
+    expect_works(world_group());
+  });
+  setenv("FSDP2_SHARED_MEMORY", "of", 1);
   EXPECT_THAT(error_of([] { comm::parse_backends(""); }),
-              HasSubstr("FSDP2_CPU_BACKEND is 'mpi': it must be shm or gloo"));
+              HasSubstr("FSDP2_SHARED_MEMORY is 'of': it can be 'on' (the default) or 'off'"));
+  unsetenv("FSDP2_SHARED_MEMORY");
   EXPECT_EQ(comm::parse_backends("gloo").at(c10::kCPU), "gloo");
-  unsetenv("FSDP2_CPU_BACKEND");
   EXPECT_EQ(comm::parse_backends("cpu:shm").at(c10::kCPU), "shm");
   EXPECT_THAT(error_of([] { comm::parse_backends("cuda:shm"); }), HasSubstr("shm is for cpu"));
+}
+
+TEST(ShmChoice, GlooForAllWhereOneMayNotShareMemory) {
+  const std::string path = ::testing::TempDir() + "/mixed." + std::to_string(getpid());
+  on_processes(3, [&](int rank) {
+    if (rank == 1) setenv("FSDP2_SHARED_MEMORY", "off", 1);
+    InitOptions options;
+    options.rank = rank;
+    options.world_size = 3;
+    options.store = c10::make_intrusive<c10d::FileStore>(path, 3);
+    options.timeout = 20s;
+    init_process_group(options);
+    EXPECT_EQ(name_of(world_group()), "gloo");
+    expect_works(world_group());
+    EXPECT_EQ(name_of(new_group({0, 1})), "gloo");
+    if (rank != 1) EXPECT_EQ(name_of(new_group({0, 2})), "shm");
+    if (rank == 1) EXPECT_EQ(new_group({0, 2}), nullptr);
+    destroy_process_group();
+  });
+  unlink(path.c_str());
 }
 
 /// A group of the world's ranks as if they were on `hosts`.

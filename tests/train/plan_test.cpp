@@ -94,7 +94,6 @@ void expect_forecast(PlanOptions options, const std::vector<int>& worlds = {1, 2
   for (const int world : worlds) {
     options.shard = world / options.replicate;
     on_ranks(world, [&](int rank) {
-      options.backend = world_group()->getBackend(c10::kCPU)->getBackendName();
       const MemoryPlan plan = plan_memory(options);
       const Measured measured = measure(options);
       if (rank > 0) return;
@@ -120,12 +119,6 @@ TEST(Plan, ForecastsAModelThatIsMostlyVocabulary) {
   PlanOptions options = deep();
   options.model = resolve({.dim = 64, .layers = 2, .heads = 4, .vocab = 4000, .seq = 8});
   expect_forecast(options);
-}
-
-TEST(Plan, ForecastsWhatGlooCopies) {
-  setenv("FSDP2_CPU_BACKEND", "gloo", 1);
-  expect_forecast(deep());
-  unsetenv("FSDP2_CPU_BACKEND");
 }
 
 TEST(Plan, ForecastsBlocksThatStayWhole) {

@@ -1,6 +1,6 @@
-#include "comm/shm_collectives.h"
+#include "comm/shm/collectives.h"
 
-#include "comm/shm_reduce.h"
+#include "comm/reduce.h"
 
 #include <c10/util/Exception.h>
 
@@ -73,7 +73,7 @@ void ShmExchange::read(int peer, uint32_t /*index*/, const std::byte* from, bool
 }
 
 void ShmReduction::reduce(std::byte* output, const Inputs& inputs, int64_t count) const {
-  shm_reduce(output, inputs, count, type, op);
+  reduce_in_order(output, inputs, count, type, op);
 }
 
 bool ShmReduceWhole::write(uint32_t index, std::byte* to) {

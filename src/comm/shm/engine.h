@@ -3,9 +3,9 @@
 // The works of one group of backend "shm" and what moves them. There is no thread: whoever waits
 // for one of the works moves all of them, and those of the process's other groups.
 
-#include "comm/shm_messages.h"
-#include "comm/shm_segment.h"
-#include "comm/shm_work.h"
+#include "comm/shm/messages.h"
+#include "comm/shm/segment.h"
+#include "comm/shm/work.h"
 
 #include <c10/util/SmallVector.h>
 

@@ -1,15 +1,17 @@
 #pragma once
 
-// Reductions of backend "shm", one element at a time in order of rank, so that every rank and every
+// Reductions in host memory, one element at a time in order of rank, so that every rank and every
 // run gives the same bits.
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/types.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace fsdp2::comm {
 
@@ -21,7 +23,11 @@ std::string why_not_reducible(c10::ScalarType type, c10d::ReduceOp::RedOpType op
 
 /// `output` [bytes] = the reduction of `inputs`, each as long, in their order; it may be one of
 /// them. fp16 and bf16 are added in fp32 and rounded once.
-void shm_reduce(std::byte* output, c10::ArrayRef<const std::byte*> inputs, int64_t bytes,
-                c10::ScalarType type, c10d::ReduceOp::RedOpType op);
+void reduce_in_order(std::byte* output, c10::ArrayRef<const std::byte*> inputs, int64_t bytes,
+                     c10::ScalarType type, c10d::ReduceOp::RedOpType op);
+
+/// out = parts[0] + parts[1] + ..., as above. Contiguous CPU tensors of one dtype and size; `out`
+/// shares no memory with them.
+void add_up(const at::Tensor& out, const std::vector<at::Tensor>& parts);
 
 }  // namespace fsdp2::comm

@@ -1,9 +1,9 @@
 // Waiting in a group of backend "shm": looking for a while, then sleeping, and who is to blame.
 
 #include "comm/rendezvous.h"
-#include "comm/shm_engine.h"
-#include "comm/shm_registry.h"
-#include "comm/shm_session.h"
+#include "comm/shm/engine.h"
+#include "comm/shm/registry.h"
+#include "comm/shm/session.h"
 
 #include <c10/util/StringUtil.h>
 

@@ -3,7 +3,7 @@
 // Messages between two ranks of backend "shm": a ring for each direction of each pair. What comes
 // with another tag than is waited for is kept.
 
-#include "comm/shm_work.h"
+#include "comm/shm/work.h"
 
 #include <c10/util/SmallVector.h>
 

@@ -2,7 +2,7 @@
 
 // Works of backend "shm".
 
-#include "comm/shm_segment.h"
+#include "comm/shm/segment.h"
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/ArrayRef.h>

@@ -1,6 +1,6 @@
-#include "comm/shm_work.h"
+#include "comm/shm/work.h"
 
-#include "comm/shm_engine.h"
+#include "comm/shm/engine.h"
 #include "comm/work.h"
 
 #include <ATen/core/jit_type.h>

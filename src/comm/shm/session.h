@@ -1,6 +1,6 @@
 #pragma once
 
-#include "comm/shm_engine.h"
+#include "comm/shm/engine.h"
 
 #include <mutex>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "comm/shm_registry.h"
+#include "comm/shm/registry.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,8 +1,8 @@
-#include "comm/shm_engine.h"
+#include "comm/shm/engine.h"
 
 #include "comm/rendezvous.h"
-#include "comm/shm_registry.h"
-#include "comm/shm_session.h"
+#include "comm/shm/registry.h"
+#include "comm/shm/session.h"
 #include "comm/work.h"
 
 #include <c10/util/StringUtil.h>

@@ -1,7 +1,8 @@
-#include "comm/shm_reduce.h"
+#include "comm/reduce.h"
 
-#include "comm/shm_half.h"
+#include "comm/half_format.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_or.h>
@@ -10,6 +11,7 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/minimum.h>
 #include <c10/util/Exception.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -23,9 +25,11 @@ using Inputs = c10::ArrayRef<const std::byte*>;
 
 // Elements at a time: the sums stay in the nearest cache.
 constexpr int64_t kTile = 1024;
+// Elements that are worth a thread.
+constexpr int64_t kShare = 32 * kTile;
 
 template <class T>
-void add_up(std::byte* output, Inputs inputs, int64_t count, T divisor) {
+void add_floats(std::byte* output, Inputs inputs, int64_t count, T divisor) {
   const auto input = [&](size_t rank, int64_t offset) {
     return reinterpret_cast<const T*>(inputs[rank]) + offset;
   };
@@ -46,7 +50,7 @@ void add_up(std::byte* output, Inputs inputs, int64_t count, T divisor) {
   }
 }
 
-void add_up_halves(std::byte* output, Inputs inputs, int64_t count, float divisor,
+void add_halves(std::byte* output, Inputs inputs, int64_t count, float divisor,
                    const HalfFormat& format) {
   const auto input = [&](size_t rank, int64_t offset) {
     return reinterpret_cast<const uint16_t*>(inputs[rank]) + offset;
@@ -71,15 +75,15 @@ bool sum_plainly(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarTyp
   switch (type) {
     case c10::kFloat:
     case c10::kComplexFloat:
-      add_up(output, inputs, bytes / 4, static_cast<float>(divisor));
+      add_floats(output, inputs, bytes / 4, static_cast<float>(divisor));
       return true;
     case c10::kDouble:
     case c10::kComplexDouble:
-      add_up(output, inputs, bytes / 8, divisor);
+      add_floats(output, inputs, bytes / 8, divisor);
       return true;
     case c10::kBFloat16:
     case c10::kHalf:
-      add_up_halves(output, inputs, bytes / 2, static_cast<float>(divisor),
+      add_halves(output, inputs, bytes / 2, static_cast<float>(divisor),
                     type == c10::kHalf ? float16_format() : bfloat16_format());
       return true;
     default:
@@ -134,7 +138,7 @@ std::string why_not_reducible(c10::ScalarType type, Op op) {
                   " cannot be made: it ", why);
 }
 
-void shm_reduce(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type, Op op) {
+void reduce_in_order(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type, Op op) {
   if (bytes == 0) return;
   const bool sums = op == Op::SUM || op == Op::AVG || op == Op::PREMUL_SUM;
   const double divisor = op == Op::AVG ? static_cast<double>(inputs.size()) : 1;
@@ -151,8 +155,18 @@ void shm_reduce(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType
   at::Tensor result = input(0);
   for (size_t rank = 1; rank < inputs.size(); ++rank) result = combined(result, input(rank), op);
   if (divisor != 1) result = result.div(divisor);
-  const at::Tensor to = whole(output);
-  if (!to.is_alias_of(result) || output != inputs[0] || inputs.size() > 1) to.copy_(result);
+  whole(output).copy_(result);
+}
+
+void add_up(const at::Tensor& out, const std::vector<at::Tensor>& parts) {
+  const auto size = static_cast<int64_t>(out.element_size());
+  auto* to = static_cast<std::byte*>(out.mutable_data_ptr());
+  at::parallel_for(0, out.numel(), kShare, [&](int64_t from, int64_t end) {
+    c10::SmallVector<const std::byte*, 8> inputs;
+    for (const at::Tensor& part : parts)
+      inputs.push_back(static_cast<const std::byte*>(part.const_data_ptr()) + from * size);
+    reduce_in_order(to + from * size, inputs, (end - from) * size, out.scalar_type(), Op::SUM);
+  });
 }
 
 }  // namespace fsdp2::comm

@@ -2,7 +2,7 @@
 
 // The collectives of backend "shm", as chunks. Lists of addresses are by rank of the group.
 
-#include "comm/shm_work.h"
+#include "comm/shm/work.h"
 
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>

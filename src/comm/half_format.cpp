@@ -1,4 +1,4 @@
-#include "comm/shm_half.h"
+#include "comm/half_format.h"
 
 #include <c10/util/Half.h>
 

@@ -1,4 +1,4 @@
-#include "comm/shm_messages.h"
+#include "comm/shm/messages.h"
 
 #include <c10/util/Exception.h>
 
