@@ -4,9 +4,9 @@
 
 #include "comm/backend.h"
 #include "comm/groups.h"
+#include "comm/reduce.h"
 #include "comm/shm/collectives.h"
 #include "comm/shm/engine.h"
-#include "comm/reduce.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>

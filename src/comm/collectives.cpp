@@ -1,7 +1,7 @@
-#include "comm/reduce.h"
 #include "comm/counting.h"
 #include "comm/exits.h"
 #include "comm/groups.h"
+#include "comm/reduce.h"
 #include "comm/work.h"
 
 #include <fsdp2/collectives.h>

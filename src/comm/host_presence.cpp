@@ -29,9 +29,8 @@ Presences& presences() {
 std::shared_ptr<Presence> make_presence(const ProcessGroup& group) {
   const Uncounted uncounted;
   const std::vector<std::string> places = all_gather_bytes(host_identity(), group);
-  const bool one_host =
-      std::all_of(places.begin(), places.end(),
-                  [&](const std::string& other) { return other == places[0]; });
+  const bool one_host = std::all_of(places.begin(), places.end(),
+                                    [&](const std::string& other) { return other == places[0]; });
   if (!one_host) return nullptr;
   try {
     auto memory = share_memory(group, Presence::bytes(group->getSize()), "presence");
@@ -51,7 +50,8 @@ std::shared_ptr<Presence> make_presence(const ProcessGroup& group) {
 std::shared_ptr<Presence> presence_of(const ProcessGroup& group) {
   if (group->getSize() == 1 || !has_backend(group, c10::kCPU)) return nullptr;
   const auto backend = group->getBackend(c10::kCPU);
-  if (backend->getBackendName() == "shm") return may_share_memory() ? shm_presence(*backend) : nullptr;
+  if (backend->getBackendName() == "shm")
+    return may_share_memory() ? shm_presence(*backend) : nullptr;
   if (backend->getBackendName() != "gloo") return nullptr;
   Presences& all = presences();
   const std::lock_guard lock(all.mutex);

@@ -51,7 +51,7 @@ void add_floats(std::byte* output, Inputs inputs, int64_t count, T divisor) {
 }
 
 void add_halves(std::byte* output, Inputs inputs, int64_t count, float divisor,
-                   const HalfFormat& format) {
+                const HalfFormat& format) {
   const auto input = [&](size_t rank, int64_t offset) {
     return reinterpret_cast<const uint16_t*>(inputs[rank]) + offset;
   };
@@ -84,7 +84,7 @@ bool sum_plainly(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarTyp
     case c10::kBFloat16:
     case c10::kHalf:
       add_halves(output, inputs, bytes / 2, static_cast<float>(divisor),
-                    type == c10::kHalf ? float16_format() : bfloat16_format());
+                 type == c10::kHalf ? float16_format() : bfloat16_format());
       return true;
     default:
       return false;

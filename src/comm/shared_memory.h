@@ -17,8 +17,8 @@ namespace fsdp2::comm {
 /// environment. Error if that is neither 'on' nor 'off'.
 bool may_share_memory();
 
-/// Processes with equal texts can and may share memory: one kernel, one space of process ids, one network.
-/// So containers and network namespaces count as hosts of their own.
+/// Processes with equal texts can and may share memory: one kernel, one space of process ids, one
+/// network. So containers and network namespaces count as hosts of their own.
 std::string host_identity();
 
 /// An anonymous file (memfd) that is mapped whole. Nothing of it is left when the last process that

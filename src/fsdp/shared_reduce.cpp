@@ -1,8 +1,8 @@
 #include "fsdp/shared_reduce.h"
 
-#include "comm/reduce.h"
 #include "comm/counting.h"
 #include "comm/exits.h"
+#include "comm/reduce.h"
 #include "comm/share_memory.h"
 #include "fsdp/plain_ops.h"
 

@@ -103,7 +103,9 @@ TEST(SharedMemory, WhoIsLateLeftOrDeadIsNamed) {
       shared.counter(0).set(1);
     }
     // The others stay until rank 0 has looked.
-    if (rank != 0) EXPECT_TRUE(shared.counter(0).await(1, 0ns, 10'000ms));
+    if (rank != 0) {
+      EXPECT_TRUE(shared.counter(0).await(1, 0ns, 10'000ms));
+    }
     std::cout.flush();
     _exit(::testing::Test::HasFailure() ? 1 : 0);
   });

@@ -72,7 +72,8 @@ void ShmExchange::read(int peer, uint32_t /*index*/, const std::byte* from, bool
   part.moved += now;
 }
 
-void ShmReduction::reduce(std::byte* output, const Inputs& inputs, int64_t count) const {
+void ShmReduction::reduce(std::byte* output, c10::ArrayRef<const std::byte*> inputs,
+                          int64_t count) const {
   reduce_in_order(output, inputs, count, type, op);
 }
 
@@ -84,12 +85,11 @@ bool ShmReduceWhole::write(uint32_t index, std::byte* to) {
   return offset + now == bytes;
 }
 
-void ShmReduceWhole::read_all(uint32_t index, c10::ArrayRef<const std::byte*> from) {
+void ShmReduceWhole::read_all(uint32_t index, std::span<const std::byte*> from) {
   if (!output) return;
   const int64_t offset = index * capacity;
-  Inputs inputs(from.begin(), from.end());
-  inputs[static_cast<size_t>(rank)] = send + offset;
-  reduce(output + offset, inputs, std::min(capacity, bytes - offset));
+  from[static_cast<size_t>(rank)] = send + offset;
+  reduce(output + offset, {from.data(), from.size()}, std::min(capacity, bytes - offset));
 }
 
 bool ShmReduceScatter::write(uint32_t index, std::byte* to) {
@@ -103,14 +103,13 @@ bool ShmReduceScatter::write(uint32_t index, std::byte* to) {
   return offset + now == bytes;
 }
 
-void ShmReduceScatter::read_all(uint32_t index, c10::ArrayRef<const std::byte*> from) {
+void ShmReduceScatter::read_all(uint32_t index, std::span<const std::byte*> from) {
   const int64_t offset = index * share();
-  Inputs inputs(from.begin(), from.end());
   for (int peer = 0; peer < size; ++peer) {
     const auto at = static_cast<size_t>(peer);
-    inputs[at] = peer == rank ? send[at] + offset : from[at] + rank * share();
+    from[at] = peer == rank ? send[at] + offset : from[at] + rank * share();
   }
-  reduce(output + offset, inputs, std::min(share(), bytes - offset));
+  reduce(output + offset, {from.data(), from.size()}, std::min(share(), bytes - offset));
 }
 
 int64_t ShmReduceInBlocks::blocks() const {
@@ -148,7 +147,7 @@ bool ShmReduceInBlocks::write(uint32_t index, std::byte* to) {
   return now.result && now.block + 1 == blocks();
 }
 
-void ShmReduceInBlocks::read_all(uint32_t index, c10::ArrayRef<const std::byte*> from) {
+void ShmReduceInBlocks::read_all(uint32_t index, std::span<const std::byte*> from) {
   const Step now = step(index);
   const int64_t start = now.block * share() * size;
   if (now.result) {
@@ -160,12 +159,11 @@ void ShmReduceInBlocks::read_all(uint32_t index, c10::ArrayRef<const std::byte*>
     return;
   }
   const auto [offset, count] = part(now.block, rank);
-  Inputs inputs(from.begin(), from.end());
-  for (const std::byte*& input : inputs) {
+  for (const std::byte*& input : from) {
     if (input) input += offset - start;
   }
-  inputs[static_cast<size_t>(rank)] = data + offset;
-  reduce(data + offset, inputs, count);
+  from[static_cast<size_t>(rank)] = data + offset;
+  reduce(data + offset, {from.data(), from.size()}, count);
   ++reduced_;
 }
 

@@ -56,8 +56,7 @@ class ShmReduction : public ShmCollective {
   c10d::ReduceOp::RedOpType op{};
 
  protected:
-  using Inputs = c10::SmallVector<const std::byte*, 8>;
-  void reduce(std::byte* output, const Inputs& inputs, int64_t count) const;
+  void reduce(std::byte* output, c10::ArrayRef<const std::byte*> inputs, int64_t count) const;
   /// Bytes of a chunk for each rank.
   int64_t share() const { return capacity / size / 64 * 64; }
 };
@@ -67,7 +66,7 @@ class ShmReduceWhole final : public ShmReduction {
  public:
   using ShmReduction::ShmReduction;
   bool write(uint32_t index, std::byte* to) override;
-  void read_all(uint32_t index, c10::ArrayRef<const std::byte*> from) override;
+  void read_all(uint32_t index, std::span<const std::byte*> from) override;
 
   const std::byte* send = nullptr;
   std::byte* output = nullptr;  // null: not wanted
@@ -78,7 +77,7 @@ class ShmReduceScatter final : public ShmReduction {
  public:
   using ShmReduction::ShmReduction;
   bool write(uint32_t index, std::byte* to) override;
-  void read_all(uint32_t index, c10::ArrayRef<const std::byte*> from) override;
+  void read_all(uint32_t index, std::span<const std::byte*> from) override;
 
   c10::SmallVector<const std::byte*, 8> send;
   std::byte* output = nullptr;
@@ -92,7 +91,7 @@ class ShmReduceInBlocks final : public ShmReduction {
   using ShmReduction::ShmReduction;
   bool can_write(uint32_t index) const override;
   bool write(uint32_t index, std::byte* to) override;
-  void read_all(uint32_t index, c10::ArrayRef<const std::byte*> from) override;
+  void read_all(uint32_t index, std::span<const std::byte*> from) override;
 
   std::byte* data = nullptr;
 

@@ -23,6 +23,7 @@ ShmEngine::ShmEngine(std::shared_ptr<ShmSegment> segment, std::chrono::milliseco
       timeout_(timeout),
       own_(segment_->to_all(rank_)),
       read_(static_cast<size_t>(size_), 0),
+      together_(static_cast<size_t>(size_), nullptr),
       messages_(*segment_) {
   rings_.reserve(static_cast<size_t>(size_));
   for (int rank = 0; rank < size_; ++rank) rings_.push_back(segment_->to_all(rank));
@@ -210,7 +211,6 @@ void ShmEngine::finish_chunk(ShmCollective& work, int peer, bool last) {
 
 bool ShmEngine::read_together(ShmCollective& work) {
   if (work.unfinished == 0) return false;
-  c10::SmallVector<const std::byte*, 8> from(static_cast<size_t>(size_), nullptr);
   bool all = true, last = false;
   uint32_t index = 0;
   for (int peer = 0; peer < size_; ++peer) {
@@ -220,13 +220,14 @@ bool ShmEngine::read_together(ShmCollective& work) {
       continue;
     }
     ShmChunk& chunk = rings_[static_cast<size_t>(peer)].chunk(read_[static_cast<size_t>(peer)]);
-    from[static_cast<size_t>(peer)] = chunk.data();
+    together_[static_cast<size_t>(peer)] = chunk.data();
     last = chunk.last != 0;
     index = work.incoming[static_cast<size_t>(peer)].read;
   }
   // The own part must have left, as the result may take its place.
   if (!all || index >= work.sent) return false;
-  work.read_all(index, from);
+  together_[static_cast<size_t>(rank_)] = nullptr;
+  work.read_all(index, together_);
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_) finish_chunk(work, peer, last);
   }

@@ -90,7 +90,8 @@ class ShmEngine : public std::enable_shared_from_this<ShmEngine> {
   uint64_t seen_read_ = 0;  // chunks that all others have done with, when this looked last
   int slowest_ = 0;         // who had done with the least then
   std::vector<ShmRing> rings_;
-  std::vector<uint64_t> read_;  // chunks of each rank so far
+  std::vector<uint64_t> read_;              // chunks of each rank so far
+  std::vector<const std::byte*> together_;  // chunks, by rank
   ShmMessages messages_;
   c10::SmallVector<c10::intrusive_ptr<ShmWork>, 4> over_;  // let go without the mutex
   int sleepers_ = 0;

@@ -1,7 +1,7 @@
 #include "comm/shm/segment.h"
 
-#include "comm/rendezvous.h"
 #include "comm/reduce.h"
+#include "comm/rendezvous.h"
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>

@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -74,8 +75,9 @@ class ShmCollective : public ShmWork {
   virtual bool write(uint32_t index, std::byte* to) = 0;
   /// A chunk of one rank.
   virtual void read(int /*peer*/, uint32_t /*index*/, const std::byte* /*from*/, bool /*last*/) {}
-  /// The chunks `index` of all others, if they are read together; null at the own rank's.
-  virtual void read_all(uint32_t /*index*/, c10::ArrayRef<const std::byte*> /*from*/) {}
+  /// The chunks `index` of all others, if they are read together; null at the own rank's. The list
+  /// may be changed.
+  virtual void read_all(uint32_t /*index*/, std::span<const std::byte*> /*from*/) {}
 
   bool together = false;
 
