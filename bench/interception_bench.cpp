@@ -27,6 +27,15 @@ BENCHMARK_CAPTURE(linear_forward, gathered_with_gradients, true, true);
 BENCHMARK_CAPTURE(linear_forward, plain_no_grad, false, false);
 BENCHMARK_CAPTURE(linear_forward, gathered_no_grad, true, false);
 
+void matmul(benchmark::State& state, bool sharded) {
+  torch::nn::Linear linear = make_linear(sharded);
+  torch::Tensor x = torch::randn({4, 8});
+  torch::NoGradGuard no_grad;
+  for (auto _ : state) benchmark::DoNotOptimize(at::mm(x, linear->weight));
+}
+BENCHMARK_CAPTURE(matmul, plain, false);
+BENCHMARK_CAPTURE(matmul, gathered, true);
+
 void view(benchmark::State& state, bool sharded) {
   torch::nn::Linear linear = make_linear(sharded);
   torch::NoGradGuard no_grad;

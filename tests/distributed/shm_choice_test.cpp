@@ -89,9 +89,9 @@ TEST(ShmChoice, GlooForAllWhereOneMayNotShareMemory) {
     init_process_group(options);
     EXPECT_EQ(name_of(world_group()), "gloo");
     expect_works(world_group());
-    EXPECT_EQ(name_of(new_group({0, 1})), "gloo");
-    const ProcessGroup others = new_group({0, 2});
-    EXPECT_EQ(others ? name_of(others) : "none", rank == 1 ? "none" : "shm");
+    const ProcessGroup with_it = new_group({0, 1}), without_it = new_group({0, 2});
+    EXPECT_EQ(with_it ? name_of(with_it) : "none", rank == 2 ? "none" : "gloo");
+    EXPECT_EQ(without_it ? name_of(without_it) : "none", rank == 1 ? "none" : "shm");
     destroy_process_group();
   });
   unlink(path.c_str());

@@ -58,7 +58,6 @@ torch::Tensor checkpointed_loss(Llama& model, const torch::Tensor& x) {
 }
 
 Measured measure(const PlanOptions& options) {
-  setenv("FSDP2_SHARED_MEMORY", "off", 1);  // a plan is of a rank with memory of its own
   CountingAllocator& allocator = CountingAllocator::install();
   const size_t before = allocator.live_bytes();
   Llama model(options.model);
@@ -91,6 +90,7 @@ Measured measure(const PlanOptions& options) {
 }
 
 void expect_forecast(PlanOptions options, const std::vector<int>& worlds = {1, 2, 4}) {
+  setenv("FSDP2_SHARED_MEMORY", "off", 1);  // a plan is of a rank with memory of its own
   for (const int world : worlds) {
     options.shard = world / options.replicate;
     on_ranks(world, [&](int rank) {
