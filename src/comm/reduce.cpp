@@ -114,6 +114,27 @@ at::Tensor combined(const at::Tensor& so_far, const at::Tensor& next, Op op) {
   }
 }
 
+/// `divisor`: of a sum.
+void reduce(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type, Op op,
+            double divisor) {
+  if (bytes == 0) return;
+  const bool sums = op == Op::SUM || op == Op::AVG || op == Op::PREMUL_SUM;
+  if (sums && sum_plainly(output, inputs, bytes, type, divisor)) return;
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const auto whole = [&](const std::byte* data) {
+    const int64_t count = bytes / static_cast<int64_t>(c10::elementSize(type));
+    return at::from_blob(const_cast<std::byte*>(data), {count}, at::TensorOptions().dtype(type));
+  };
+  const bool widens = c10::isFloatingType(type) && c10::elementSize(type) < 4;
+  const auto input = [&](size_t rank) {
+    return widens ? whole(inputs[rank]).to(at::kFloat) : whole(inputs[rank]);
+  };
+  at::Tensor result = input(0);
+  for (size_t rank = 1; rank < inputs.size(); ++rank) result = combined(result, input(rank), op);
+  if (divisor != 1) result = result.div(divisor);
+  whole(output).copy_(result);
+}
+
 }  // namespace
 
 const char* name_of_reduction(Op op) {
@@ -139,33 +160,17 @@ std::string why_not_reducible(c10::ScalarType type, Op op) {
 }
 
 void reduce_in_order(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type, Op op) {
-  if (bytes == 0) return;
-  const bool sums = op == Op::SUM || op == Op::AVG || op == Op::PREMUL_SUM;
-  const double divisor = op == Op::AVG ? static_cast<double>(inputs.size()) : 1;
-  if (sums && sum_plainly(output, inputs, bytes, type, divisor)) return;
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const auto whole = [&](const std::byte* data) {
-    const int64_t count = bytes / static_cast<int64_t>(c10::elementSize(type));
-    return at::from_blob(const_cast<std::byte*>(data), {count}, at::TensorOptions().dtype(type));
-  };
-  const bool widens = c10::isFloatingType(type) && c10::elementSize(type) < 4;
-  const auto input = [&](size_t rank) {
-    return widens ? whole(inputs[rank]).to(at::kFloat) : whole(inputs[rank]);
-  };
-  at::Tensor result = input(0);
-  for (size_t rank = 1; rank < inputs.size(); ++rank) result = combined(result, input(rank), op);
-  if (divisor != 1) result = result.div(divisor);
-  whole(output).copy_(result);
+  reduce(output, inputs, bytes, type, op, op == Op::AVG ? static_cast<double>(inputs.size()) : 1);
 }
 
-void add_up(const at::Tensor& out, const std::vector<at::Tensor>& parts) {
+void add_up(const at::Tensor& out, const std::vector<at::Tensor>& parts, double divisor) {
   const auto size = static_cast<int64_t>(out.element_size());
   auto* to = static_cast<std::byte*>(out.mutable_data_ptr());
   at::parallel_for(0, out.numel(), kShare, [&](int64_t from, int64_t end) {
     c10::SmallVector<const std::byte*, 8> inputs;
     for (const at::Tensor& part : parts)
       inputs.push_back(static_cast<const std::byte*>(part.const_data_ptr()) + from * size);
-    reduce_in_order(to + from * size, inputs, (end - from) * size, out.scalar_type(), Op::SUM);
+    reduce(to + from * size, inputs, (end - from) * size, out.scalar_type(), Op::SUM, divisor);
   });
 }
 

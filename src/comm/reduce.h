@@ -26,8 +26,8 @@ std::string why_not_reducible(c10::ScalarType type, c10d::ReduceOp::RedOpType op
 void reduce_in_order(std::byte* output, c10::ArrayRef<const std::byte*> inputs, int64_t bytes,
                      c10::ScalarType type, c10d::ReduceOp::RedOpType op);
 
-/// out = parts[0] + parts[1] + ..., as above. Contiguous CPU tensors of one dtype and size; `out`
-/// shares no memory with them.
-void add_up(const at::Tensor& out, const std::vector<at::Tensor>& parts);
+/// out = (parts[0] + parts[1] + ...) / divisor, as above. Contiguous CPU tensors of one dtype and
+/// size; `out` shares no memory with them.
+void add_up(const at::Tensor& out, const std::vector<at::Tensor>& parts, double divisor = 1);
 
 }  // namespace fsdp2::comm

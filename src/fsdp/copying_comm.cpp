@@ -42,8 +42,14 @@ class CopyingComm final : public GroupComm {
     return start_copying_gather(context_, custom_all_gather, shards, words);
   }
   std::unique_ptr<Reduce> start_reduce(const std::vector<ReduceInput>& inputs,
-                                       const ReduceOptions& options) override {
-    return start_copying_reduce(context_, custom_reduce_scatter, inputs, options);
+                                       const ReduceOptions& options,
+                                       std::unique_ptr<ReduceStage> stage) override {
+    return start_copying_reduce(context_, custom_reduce_scatter, inputs, options, std::move(stage));
+  }
+  std::unique_ptr<ReduceStage> stage_reduce(std::vector<size_t> params, torch::ScalarType dtype,
+                                            std::function<void()> taken) override {
+    if (custom_reduce_scatter) return nullptr;
+    return stage_shared_reduce(context_, std::move(params), dtype, std::move(taken));
   }
 
  private:

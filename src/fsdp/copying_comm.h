@@ -36,7 +36,13 @@ std::unique_ptr<Gather> start_copying_gather(CommContextPtr context,
 std::unique_ptr<Reduce> start_copying_reduce(CommContextPtr context,
                                              std::shared_ptr<ReduceScatter> custom,
                                              const std::vector<ReduceInput>& inputs,
-                                             const ReduceOptions& options);
+                                             const ReduceOptions& options,
+                                             std::unique_ptr<ReduceStage> stage);
+/// Null where parameters' gradients are not shared, or somebody would have to be waited for.
+std::unique_ptr<ReduceStage> stage_shared_reduce(const CommContextPtr& context,
+                                                 std::vector<size_t> params,
+                                                 torch::ScalarType dtype,
+                                                 std::function<void()> taken);
 
 /// Bytes of a reduction of all parameters at once, at most: on all ranks the same.
 size_t largest_reduction(const CommContext& context);

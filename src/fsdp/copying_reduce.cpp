@@ -1,19 +1,13 @@
 #include "fsdp/checks.h"
 #include "fsdp/copying_comm.h"
 #include "fsdp/plain_ops.h"
+#include "fsdp/reduce_buffer.h"
 
 #include <algorithm>
 #include <cmath>
 
 namespace fsdp2::fsdp {
 namespace {
-
-constexpr uint32_t kFingerprintBits = 24;
-constexpr int64_t kReduceAlignment = 16;  // elements
-
-int64_t words_for(size_t params) {
-  return align_up(kFingerprintBits + static_cast<int64_t>(params), kReduceAlignment);
-}
 
 /// Without other ranks.
 class LocalReduce final : public Reduce {
@@ -40,38 +34,43 @@ class LocalReduce final : public Reduce {
   Result result_;
 };
 
-/// One rank's piece: fingerprint bits, user flags, gradients; all in the gradients' dtype, so that
-/// the one sum that adds gradients also adds the flags. Bits must come out as 0 or the number of
-/// ranks.
+/// Fingerprint bits, user flags, gradients; all in the gradients' dtype, so that the one sum that
+/// adds gradients also adds the flags. Bits must come out as 0 or the number of ranks.
 class CopyingReduce final : public Reduce {
  public:
-  CopyingReduce(CommContextPtr context, std::shared_ptr<ReduceScatter> custom,
-                const std::vector<ReduceInput>& inputs, const ReduceOptions& options)
-      : context_(std::move(context)), custom_(std::move(custom)), options_(options) {
+  CopyingReduce(const CommContextPtr& context, std::shared_ptr<ReduceScatter> custom,
+                const std::vector<ReduceInput>& inputs, const ReduceOptions& options,
+                std::unique_ptr<ReduceBuffer> filled)
+      : context_(context), custom_(std::move(custom)), options_(options) {
     PlainOps plain;
-    const bool complex = c10::isComplexType(options_.dtype);
-    const auto tensor_options =
-        at::TensorOptions().dtype(c10::toRealValueType(options_.dtype)).device(context_->device);
-    words_ = words_for(inputs.size());
-    piece_ = words_;
+    std::vector<size_t> params;
+    params.reserve(inputs.size());
     for (const ReduceInput& input : inputs) {
-      const int64_t numel = context_->layouts[input.param].padded_chunk_numel(context_->world);
-      const int64_t length = align_up(numel * (complex ? 2 : 1), kReduceAlignment);
-      slots_.push_back({input.param, piece_, length, input.partial});
-      piece_ += length;
+      params.push_back(input.param);
+      partials_.push_back(input.partial);
+      partial_ = partial_ || input.partial.defined();
     }
+    buffer_ = filled ? std::move(filled)
+                     : std::make_unique<ReduceBuffer>(context_, std::move(params), options_.dtype);
     SharedReductions* shared = context_->host && !custom_ ? &context_->host->reductions : nullptr;
-    const size_t bytes = static_cast<size_t>(context_->world * piece_) *
-                         c10::elementSize(c10::toRealValueType(options_.dtype));
-    if (shared && !shared->fits(bytes)) shared = nullptr;
-    input_ = shared ? shared->next_input({context_->world * piece_}, tensor_options)
-                    : allocate_buffer({context_->world * piece_}, tensor_options);
-    output_ = allocate_buffer({piece_}, tensor_options);
-    fill_input(inputs);
-    work_ = custom_ ? (*custom_)(output_, input_, context_->reduce_group)
+    if (shared && !shared->fits(buffer_->nbytes())) shared = nullptr;
+    const int64_t numel = context_->world * buffer_->piece();
+    const at::TensorOptions real = buffer_->real_options();
+    if (!buffer_->input().defined())
+      buffer_->set_memory(shared ? shared->next_input(numel, real) : allocate({numel}, real));
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].gradient.defined()) buffer_->put(i, inputs[i].gradient);
+    }
+    say_words();
+    buffer_->close(own_words_, divisor_before());
+    const torch::Tensor& input = buffer_->input();
+    output_ = allocate({buffer_->piece()}, real);
+    divided_ = shared && options_.all_reduce && !partial_ && !context_->replicate_group;
+    work_ = custom_ ? (*custom_)(output_, input, context_->reduce_group)
             : shared
-                ? shared->start(output_, input_)
-                : reduce_scatter_single(output_, input_, ReduceOp::kSum, context_->reduce_group);
+                ? shared->start(output_, input, buffer_->words(),
+                                divided_ ? divisor() / divisor_before() : 1)
+                : reduce_scatter_single(output_, input, ReduceOp::kSum, context_->reduce_group);
   }
 
   Result finish(const std::string& what) override {
@@ -80,36 +79,33 @@ class CopyingReduce final : public Reduce {
       PlainOps plain;
       wait(work_, what);
       work_.reset();
-      input_.reset();
+      buffer_->set_memory({});
       add_partials();
       if (context_->replicate_group && options_.all_reduce)
         wait(all_reduce(output_, ReduceOp::kSum, context_->replicate_group), what);
       read_words(result);
-      if (options_.all_reduce) sums().div_(divisor() / divisor_before());
+      if (options_.all_reduce && !divided_) sums().div_(divisor() / divisor_before());
     }
     if (options_.hook && options_.all_reduce) {
       at::NoGradGuard no_grad;
       options_.hook(sums());
     }
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      const ParamLayout& layout = context_->layouts[slots_[i].param];
+    result.gradients.reserve(partials_.size());
+    for (size_t i = 0; i < partials_.size(); ++i) {
+      const ParamLayout& layout = context_->layouts[buffer_->params()[i]];
       result.gradients.push_back(
-          part(output_, i, layout.local_sizes(context_->world, context_->rank)));
+          buffer_->part(output_, i, layout.local_sizes(context_->world, context_->rank)));
     }
     return result;
   }
 
  private:
-  struct Slot {
-    size_t param;
-    int64_t offset, length;  // in numbers of the gradients' dtype, two for a complex one
-    torch::Tensor partial;
-  };
-
-  torch::Tensor allocate_buffer(c10::IntArrayRef sizes, const at::TensorOptions& options) {
+  torch::Tensor allocate(c10::IntArrayRef sizes, const at::TensorOptions& options) {
     return custom_ ? custom_->allocate(sizes, options) : at::empty(sizes, options);
   }
-  torch::Tensor sums() const { return output_.narrow(0, words_, piece_ - words_); }
+  torch::Tensor sums() const {
+    return output_.narrow(0, buffer_->words(), buffer_->piece() - buffer_->words());
+  }
 
   double divisor() const {
     return options_.divide_factor.value_or(
@@ -123,48 +119,30 @@ class CopyingReduce final : public Reduce {
     return before;
   }
 
-  void fill_input(const std::vector<ReduceInput>& inputs) {
-    const torch::Tensor pieces = input_.view({context_->world, piece_});
-    own_words_ = at::zeros({words_}, at::TensorOptions().dtype(torch::kFloat));
+  void say_words() {
+    own_words_ = at::zeros({buffer_->words()}, at::TensorOptions().dtype(torch::kFloat));
     float* word = own_words_.mutable_data_ptr<float>();
     for (uint32_t bit = 0; bit < kFingerprintBits; ++bit)
       word[bit] = static_cast<float>((options_.fingerprint >> bit) & 1u);
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      const torch::Tensor& gradient = inputs[i].gradient;
-      word[kFingerprintBits + i] = gradient.defined() ? 1.0F : 0.0F;
-      const ParamLayout& layout = context_->layouts[inputs[i].param];
-      if (input_.is_meta()) continue;
-      for (int64_t rank = 0; rank < context_->world; ++rank) {
-        int64_t filled = 0;
-        if (gradient.defined()) {
-          const torch::Tensor mine = layout.local_part(gradient, context_->world, rank);
-          if (mine.numel() > 0) part(pieces[rank], i, mine.sizes()).copy_(mine);
-          filled = mine.numel() * (c10::isComplexType(options_.dtype) ? 2 : 1);
-        }
-        const int64_t rest = slots_[i].length - filled;
-        if (rest > 0) pieces[rank].narrow(0, slots_[i].offset + filled, rest).zero_();
-      }
-    }
-    if (divisor_before() > 1) input_.div_(divisor_before());
-    if (!input_.is_meta())
-      pieces.narrow(1, 0, words_).copy_(own_words_.expand({context_->world, words_}));
+    for (size_t i = 0; i < partials_.size(); ++i)
+      word[kFingerprintBits + i] = buffer_->has(i) ? 1.0F : 0.0F;
   }
 
   void add_partials() {
     if (!options_.all_reduce) return;
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      const torch::Tensor& partial = slots_[i].partial;
+    for (size_t i = 0; i < partials_.size(); ++i) {
+      const torch::Tensor& partial = partials_[i];
       if (!partial.defined()) continue;
-      part(output_, i, partial.sizes()).add_(partial);
+      buffer_->part(output_, i, partial.sizes()).add_(partial);
       output_.narrow(0, static_cast<int64_t>(kFingerprintBits + i), 1).add_(1);
     }
   }
 
   void read_words(Result& result) const {
     const int64_t ranks = context_->world * (options_.all_reduce ? context_->replicas : 1);
-    const torch::Tensor words = output_.is_meta()
-                                    ? own_words_ * ranks
-                                    : output_.narrow(0, 0, words_).to(torch::kFloat).cpu();
+    const torch::Tensor words =
+        output_.is_meta() ? own_words_ * ranks
+                          : output_.narrow(0, 0, buffer_->words()).to(torch::kFloat).cpu();
     const float* word = words.const_data_ptr<float>();
     const bool countable = ranks <= 256 || c10::elementSize(options_.dtype) > 2;
     for (uint32_t bit = 0; kChecks && countable && bit < kFingerprintBits; ++bit) {
@@ -172,47 +150,73 @@ class CopyingReduce final : public Reduce {
           ((options_.fingerprint >> bit) & 1u) ? static_cast<float>(ranks) : 0.0F;
       result.agreed = result.agreed && word[bit] == expected;
     }
-    for (size_t i = 0; i < slots_.size(); ++i)
+    for (size_t i = 0; i < partials_.size(); ++i)
       result.users.push_back(static_cast<int64_t>(word[kFingerprintBits + i]));
   }
 
-  torch::Tensor part(const torch::Tensor& piece, size_t i, c10::IntArrayRef sizes) const {
-    const int64_t numel = c10::multiply_integers(sizes);
-    const int64_t offset = slots_[i].offset;
-    if (!c10::isComplexType(options_.dtype)) return piece.narrow(0, offset, numel).view(sizes);
-    return at::view_as_complex(piece.narrow(0, offset, 2 * numel).view({numel, 2})).view(sizes);
+  const CommContextPtr context_;
+  const std::shared_ptr<ReduceScatter> custom_;
+  const ReduceOptions options_;
+  std::unique_ptr<ReduceBuffer> buffer_;
+  std::vector<torch::Tensor> partials_;  // undefined where there are none
+  bool partial_ = false;                 // whether there are
+  bool divided_ = false;                 // by who sums
+  torch::Tensor output_, own_words_;
+  Work work_;
+};
+
+/// In the memory of the next shared reduction.
+class SharedStage final : public ReduceStage {
+ public:
+  SharedStage(CommContextPtr context, std::unique_ptr<ReduceBuffer> buffer)
+      : context_(std::move(context)), buffer_(std::move(buffer)) {}
+  ~SharedStage() override {
+    if (buffer_) context_->host->reductions.give_back_early_input();
   }
 
-  CommContextPtr context_;
-  std::shared_ptr<ReduceScatter> custom_;
-  ReduceOptions options_;
-  std::vector<Slot> slots_;
-  int64_t words_ = 0, piece_ = 0;
-  torch::Tensor input_, output_, own_words_;
-  Work work_;
+  const std::vector<size_t>& params() const override { return buffer_->params(); }
+  void put(size_t i, const torch::Tensor& gradient) override {
+    PlainOps plain;
+    buffer_->put(i, gradient);
+  }
+  torch::Tensor take(size_t i) override {
+    PlainOps plain;
+    return buffer_->take(i);
+  }
+  std::unique_ptr<ReduceBuffer> release() { return std::move(buffer_); }
+
+ private:
+  const CommContextPtr context_;
+  std::unique_ptr<ReduceBuffer> buffer_;
 };
 
 }  // namespace
 
-size_t largest_reduction(const CommContext& context) {
-  int64_t piece = words_for(context.layouts.size());
-  int64_t widest = sizeof(float);
-  for (const ParamLayout& layout : context.layouts) {
-    const bool complex = c10::isComplexType(layout.dtype);
-    piece +=
-        align_up(layout.padded_chunk_numel(context.world) * (complex ? 2 : 1), kReduceAlignment);
-    widest = std::max(widest, static_cast<int64_t>(c10::elementSize(layout.dtype)));
-  }
-  return static_cast<size_t>(context.world * piece * widest);
+std::unique_ptr<ReduceStage> stage_shared_reduce(const CommContextPtr& context,
+                                                 std::vector<size_t> params,
+                                                 torch::ScalarType dtype,
+                                                 std::function<void()> taken) {
+  if (!context->host) return nullptr;
+  SharedReductions& shared = context->host->reductions;
+  auto buffer = std::make_unique<ReduceBuffer>(context, std::move(params), dtype);
+  if (!shared.fits(buffer->nbytes())) return nullptr;
+  torch::Tensor input = shared.early_input(context->world * buffer->piece(), buffer->real_options(),
+                                           std::move(taken));
+  if (!input.defined()) return nullptr;
+  buffer->set_memory(std::move(input));
+  return std::make_unique<SharedStage>(context, std::move(buffer));
 }
 
 std::unique_ptr<Reduce> start_copying_reduce(CommContextPtr context,
                                              std::shared_ptr<ReduceScatter> custom,
                                              const std::vector<ReduceInput>& inputs,
-                                             const ReduceOptions& options) {
+                                             const ReduceOptions& options,
+                                             std::unique_ptr<ReduceStage> stage) {
   if (context->world * context->replicas == 1 && !options.hook && !custom)
     return std::make_unique<LocalReduce>(*context, inputs, options);
-  return std::make_unique<CopyingReduce>(std::move(context), std::move(custom), inputs, options);
+  auto filled = stage ? static_cast<SharedStage&>(*stage).release() : nullptr;
+  return std::make_unique<CopyingReduce>(context, std::move(custom), inputs, options,
+                                         std::move(filled));
 }
 
 }  // namespace fsdp2::fsdp

@@ -99,6 +99,18 @@ class Reduce {
   virtual Result finish(const std::string& what) = 0;
 };
 
+/// Gradients on their way into a reduction that has not been started.
+class ReduceStage {
+ public:
+  virtual ~ReduceStage() = default;
+  virtual const std::vector<size_t>& params() const = 0;
+  // `i` is the position in params().
+  /// A whole gradient, copied; added, if there is one already.
+  virtual void put(size_t i, const torch::Tensor& gradient) = 0;
+  /// A copy of what was put; undefined if nothing was.
+  virtual torch::Tensor take(size_t i) = 0;
+};
+
 class GroupComm {
  public:
   virtual ~GroupComm() = default;
@@ -106,8 +118,17 @@ class GroupComm {
   /// they may be written once finish() has returned.
   virtual std::unique_ptr<Gather> start_gather(const std::vector<torch::Tensor>& shards,
                                                const GatherWords& words) = 0;
+  /// `stage`: gradients that have gone ahead; a gradient in `inputs` is added to them. Of the same
+  /// parameters, in the same order and dtype. May be null.
   virtual std::unique_ptr<Reduce> start_reduce(const std::vector<ReduceInput>& inputs,
-                                               const ReduceOptions& options) = 0;
+                                               const ReduceOptions& options,
+                                               std::unique_ptr<ReduceStage> stage) = 0;
+  /// A place for gradients of the reduction that is expected to be the next, if one can be had
+  /// without waiting; else null. `taken` is called when another reduction needs it; all
+  /// gradients have to be taken out then, and the stage dropped.
+  virtual std::unique_ptr<ReduceStage> stage_reduce(std::vector<size_t> params,
+                                                    torch::ScalarType dtype,
+                                                    std::function<void()> taken) = 0;
 
   // The user's own communication; null: the library's.
   std::shared_ptr<AllGather> custom_all_gather;

@@ -9,8 +9,6 @@
 
 #include <torch/csrc/autograd/variable.h>
 
-#include <map>
-
 namespace fsdp2::fsdp {
 
 bool ParamGroup::trainable() const {
@@ -21,6 +19,7 @@ bool ParamGroup::trainable() const {
 }
 
 bool ParamGroup::has_gradients() const {
+  if (stage_) return true;
   for (const Param& param : params_) {
     torch::Tensor member = param.lock_member();
     if (member.defined() && member.grad().defined() && !is_stale(member.grad())) return true;
@@ -28,9 +27,48 @@ bool ParamGroup::has_gradients() const {
   return false;
 }
 
+std::map<torch::ScalarType, std::vector<size_t>> ParamGroup::reduced_together() const {
+  std::map<torch::ScalarType, std::vector<size_t>> by_dtype;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    if (params_[i].shard.requires_grad()) by_dtype[params_[i].reduce_dtype].push_back(i);
+  }
+  return by_dtype;
+}
+
+void ParamGroup::stage_gradients() {
+  if (!stage_) {
+    auto together = reduced_together();
+    if (together.size() != 1) return;
+    auto& [dtype, params] = *together.begin();
+    stage_ = comm_->stage_reduce(std::move(params), dtype, [this] { unstage_gradients(); });
+    if (!stage_) return;
+  }
+  for (size_t i = 0; i < stage_->params().size(); ++i) {
+    const Param& param = params_[stage_->params()[i]];
+    const torch::Tensor member = param.lock_member();
+    if (!member.defined() || param.accumulated.defined()) continue;
+    torch::Tensor& gradient = member.mutable_grad();
+    if (!gradient.defined() || is_stale(gradient) || gradient.is_sparse()) continue;
+    stage_->put(i, gradient.detach());
+    gradient.reset();
+  }
+}
+
+void ParamGroup::unstage_gradients() {
+  const std::unique_ptr<ReduceStage> stage = std::move(stage_);
+  for (size_t i = 0; i < stage->params().size(); ++i) {
+    torch::Tensor gradient = stage->take(i);
+    if (gradient.defined()) params_[stage->params()[i]].accumulated = std::move(gradient);
+  }
+}
+
 void ParamGroup::start_reduce(uint32_t fingerprint) {
   const bool partial = keeps_partial_sums();
-  std::map<torch::ScalarType, std::vector<ReduceInput>> by_dtype;
+  const auto together = reduced_together();
+  // Parameters may have been frozen since.
+  if (stage_ && (together.size() != 1 || together.begin()->second != stage_->params()))
+    unstage_gradients();
+  std::vector<ReduceInput> inputs(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& param = params_[i];
     torch::Tensor member = param.lock_member();
@@ -46,20 +84,22 @@ void ParamGroup::start_reduce(uint32_t fingerprint) {
       PlainOps plain;
       gradient = gradient.defined() ? accumulated.add_(gradient) : accumulated;
     }
-    ReduceInput input{i, gradient.defined() ? gradient.detach() : gradient};
-    if (!partial) input.partial = std::exchange(param.partial, {});
-    by_dtype[param.reduce_dtype].push_back(std::move(input));
+    inputs[i] = {i, gradient.defined() ? gradient.detach() : gradient};
+    if (!partial) inputs[i].partial = std::exchange(param.partial, {});
   }
   comm::note_doing(reduce_text_);
-  for (auto& [dtype, inputs] : by_dtype) {
-    std::vector<size_t> indexes;
-    for (const ReduceInput& input : inputs) indexes.push_back(input.param);
-    auto reduce = comm_->start_reduce(inputs, {.dtype = dtype,
-                                               .fingerprint = fingerprint + (partial ? 2U : 0U),
-                                               .divide_factor = gradient_divide_factor,
-                                               .all_reduce = !partial,
-                                               .hook = all_reduce_hook});
-    reduces_.push_back({std::move(indexes), partial, std::move(reduce)});
+  for (const auto& [dtype, params] : together) {
+    std::vector<ReduceInput> own;
+    own.reserve(params.size());
+    for (const size_t i : params) own.push_back(std::move(inputs[i]));
+    auto reduce = comm_->start_reduce(own,
+                                      {.dtype = dtype,
+                                       .fingerprint = fingerprint + (partial ? 2U : 0U),
+                                       .divide_factor = gradient_divide_factor,
+                                       .all_reduce = !partial,
+                                       .hook = all_reduce_hook},
+                                      std::move(stage_));
+    reduces_.push_back({params, partial, std::move(reduce)});
   }
 }
 
@@ -126,6 +166,7 @@ void ParamGroup::accumulate_gradients() {
 }
 
 void ParamGroup::discard_gradients() {
+  stage_.reset();
   reduces_.clear();
   for (Param& param : params_) {
     param.accumulated.reset();

@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -111,6 +112,9 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   bool trainable() const;
   /// Whether some parameter's whole gradient is there.
   bool has_gradients() const;
+  /// Moves the gradients that members have to where the next reduction, which has to be this
+  /// group's, takes them from, if that is possible now: they are still in the cache then.
+  void stage_gradients();
   /// Starts the reduction of whatever gradients the members have (absent ones count as zero) and
   /// takes them away.
   void start_reduce(uint32_t fingerprint);
@@ -184,6 +188,9 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   };
   torch::Tensor make_shard(const torch::Tensor& member, const ParamLayout& layout);
   torch::Tensor make_member_data(const ParamLayout& layout, c10::Storage storage) const;
+  void unstage_gradients();
+  /// Of the parameters in `params` order; the dtype of their reduction.
+  std::map<torch::ScalarType, std::vector<size_t>> reduced_together() const;
   void add_gradient(Param& param, torch::Tensor gradient);
   void name_group();
 
@@ -194,6 +201,7 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   DeviceMesh post_forward_mesh_;
   std::vector<torch::Tensor> post_forward_shards_;  // of whole parameters that were let go
   std::unique_ptr<Gather> gather_;
+  std::unique_ptr<ReduceStage> stage_;
   std::vector<PendingReduce> reduces_;
   bool unsharded_ = false;
   std::atomic<int64_t> generation_{0};

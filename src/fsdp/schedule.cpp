@@ -250,6 +250,9 @@ void Schedule::gradient_ready(ParamGroup& group, size_t param) {
   plan_reduce(group);
   group.arrived.insert(param);
   issue_ready(/*flush=*/false);
+  const bool next =
+      reduce_cursor_ < reduce_order_.size() && reduce_order_[reduce_cursor_].get() == &group;
+  if (next) group.stage_gradients();
 }
 
 bool Schedule::ready(const ParamGroup& group) const {

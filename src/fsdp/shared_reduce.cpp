@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <deque>
 #include <limits>
+#include <utility>
 
 namespace fsdp2::fsdp {
 namespace {
@@ -49,8 +50,11 @@ class SharedReductions::Slots {
 
   size_t capacity() const { return capacity_; }
 
-  /// This rank's memory for the next reduction. Waits until nobody reads it any more.
+  /// This rank's memory for the next reduction, the same until that is posted. Waits until nobody
+  /// reads it any more.
   std::byte* next();
+  /// Whether next() would not wait.
+  bool next_is_free() const;
 
   /// What next() gave is filled. Returns the reduction's number.
   uint64_t post(const torch::Tensor& input, SumWork* work) {
@@ -64,9 +68,9 @@ class SharedReductions::Slots {
     return number_;
   }
 
-  /// Blocks until all have posted; then `output` is the sum of this rank's parts. Not a number if
-  /// others reduce something else.
-  void add(const torch::Tensor& output, uint64_t number) const {
+  /// Blocks until all have posted; then `output` is the sum of this rank's parts, what follows the
+  /// words divided. Not a number if others reduce something else.
+  void add(const torch::Tensor& output, uint64_t number, int64_t words, double divisor) const {
     bool alike = true;
     const size_t part = output.nbytes();
     std::vector<torch::Tensor> parts;
@@ -80,7 +84,8 @@ class SharedReductions::Slots {
                            output.sizes(), output.options()));
     }
     if (alike) {
-      comm::add_up(output, parts);
+      add_parts(output.narrow(0, 0, words), parts, 0, 1);
+      add_parts(output.narrow(0, words, output.numel() - words), parts, words, divisor);
     } else {
       output.fill_(std::numeric_limits<double>::quiet_NaN());
     }
@@ -92,6 +97,11 @@ class SharedReductions::Slots {
  private:
   static size_t head(int ranks) { return whole_pages(static_cast<size_t>(ranks) * sizeof(Member)); }
   Member& member(int rank) const { return reinterpret_cast<Member*>(memory_->data())[rank]; }
+  static void add_parts(const torch::Tensor& output, std::vector<torch::Tensor> parts, int64_t from,
+                        double divisor) {
+    for (torch::Tensor& part : parts) part = part.narrow(0, from, output.numel());
+    comm::add_up(output, parts, divisor);
+  }
   std::byte* place(int rank, uint64_t number) const {
     const auto ranks = static_cast<size_t>(presence_->size());
     return memory_->data() + head(presence_->size()) +
@@ -107,8 +117,13 @@ class SharedReductions::Slots {
 
 class SharedReductions::SumWork final : public c10d::Work {
  public:
-  SumWork(std::shared_ptr<Slots> slots, torch::Tensor output, const torch::Tensor& input)
-      : slots_(std::move(slots)), output_(std::move(output)), number_(slots_->post(input, this)) {}
+  SumWork(std::shared_ptr<Slots> slots, torch::Tensor output, const torch::Tensor& input,
+          int64_t words, double divisor)
+      : slots_(std::move(slots)),
+        output_(std::move(output)),
+        words_(words),
+        divisor_(divisor),
+        number_(slots_->post(input, this)) {}
   ~SumWork() override { slots_->end(this); }
 
   uint64_t number() const { return number_; }
@@ -116,7 +131,7 @@ class SharedReductions::SumWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds) override {
     if (summed_) return true;
     PlainOps plain;
-    slots_->add(output_, number_);
+    slots_->add(output_, number_, words_, divisor_);
     summed_ = true;
     slots_->end(this);
     return true;
@@ -125,6 +140,8 @@ class SharedReductions::SumWork final : public c10d::Work {
  private:
   const std::shared_ptr<Slots> slots_;
   const torch::Tensor output_;
+  const int64_t words_;
+  const double divisor_;
   const uint64_t number_;
   bool summed_ = false;
 };
@@ -137,6 +154,7 @@ void SharedReductions::Slots::end(const SumWork* work) {
 }
 
 std::byte* SharedReductions::Slots::next() {
+  if (number_ > posted_) return place(presence_->rank(), number_);
   // Whoever has posted the one before has ended the one before that: nobody is waited for below
   // who waits for us elsewhere.
   while (!open_.empty()) open_.front()->wait(kNoTimeout);
@@ -147,6 +165,17 @@ std::byte* SharedReductions::Slots::next() {
   return place(presence_->rank(), number_);
 }
 
+bool SharedReductions::Slots::next_is_free() const {
+  if (number_ > posted_) return true;
+  for (int rank = 0; rank < presence_->size(); ++rank) {
+    const Member& other = member(rank);
+    if (!open_.empty() && other.posted.get() < posted_) return false;
+    const bool own = rank == presence_->rank();
+    if (!own && number_ + 1 > kSlots && other.done.get() < number_ + 1 - kSlots) return false;
+  }
+  return true;
+}
+
 SharedReductions::SharedReductions(std::shared_ptr<comm::Presence> presence)
     : presence_(std::move(presence)) {}
 
@@ -154,22 +183,37 @@ void SharedReductions::want(size_t bytes) { wanted_ = std::max(wanted_, bytes); 
 
 void SharedReductions::prepare(const ProcessGroup& group) {
   if (fits(wanted_)) return;
+  if (const auto taken = std::exchange(taken_, nullptr)) taken();
   const size_t bytes = Slots::bytes(presence_->size(), wanted_);
   slots_ = std::make_shared<Slots>(presence_, comm::share_memory(group, bytes, "gradients"));
 }
 
 bool SharedReductions::fits(size_t bytes) const { return slots_ && bytes <= slots_->capacity(); }
 
-torch::Tensor SharedReductions::next_input(c10::IntArrayRef sizes,
-                                           const at::TensorOptions& options) {
-  if (comm::forked_from_a_rank())
-    comm::check_not_forked("a reduction on rank " + std::to_string(get_rank()));
-  return torch::from_blob(slots_->next(), sizes, options);
+torch::Tensor SharedReductions::input_at(std::byte* data, int64_t numel,
+                                         const at::TensorOptions& options) const {
+  return torch::from_blob(data, {numel}, [kept = slots_](void*) {}, options);
 }
 
-Work SharedReductions::start(const torch::Tensor& output, const torch::Tensor& input) {
+torch::Tensor SharedReductions::next_input(int64_t numel, const at::TensorOptions& options) {
+  if (comm::forked_from_a_rank())
+    comm::check_not_forked("a reduction on rank " + std::to_string(get_rank()));
+  if (const auto taken = std::exchange(taken_, nullptr)) taken();
+  return input_at(slots_->next(), numel, options);
+}
+
+torch::Tensor SharedReductions::early_input(int64_t numel, const at::TensorOptions& options,
+                                            std::function<void()> taken) {
+  if (taken_ || comm::forked_from_a_rank() || !slots_->next_is_free()) return {};
+  taken_ = std::move(taken);
+  return input_at(slots_->next(), numel, options);
+}
+
+Work SharedReductions::start(const torch::Tensor& output, const torch::Tensor& input, int64_t words,
+                             double divisor) {
+  taken_ = nullptr;
   comm::count_collective(&CollectiveCounts::reduce_scatters, static_cast<int64_t>(input.nbytes()));
-  return c10::make_intrusive<SumWork>(slots_, output, input);
+  return c10::make_intrusive<SumWork>(slots_, output, input, words, divisor);
 }
 
 }  // namespace fsdp2::fsdp
