@@ -1,5 +1,7 @@
 #include "ddp/reducer.h"
 
+#include "comm/trace_range.h"
+
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
@@ -56,6 +58,7 @@ void Reducer::begin() {
 }
 
 void Reducer::wait() {
+  const comm::TraceRange range("fsdp2::wait replicas");
   for (const Bucket& bucket : buckets_) {
     bucket.future_work->wait();
     if (bucket.future_work->hasError()) std::rethrow_exception(bucket.future_work->exception_ptr());

@@ -1,6 +1,7 @@
 // What a parameter group does with gradients.
 
 #include "comm/exits.h"
+#include "comm/trace_range.h"
 #include "fsdp/param_group.h"
 #include "fsdp/plain_ops.h"
 #include "fsdp/stale_gradient.h"
@@ -63,6 +64,7 @@ void ParamGroup::unstage_gradients() {
 }
 
 void ParamGroup::start_reduce(uint32_t fingerprint) {
+  const comm::TraceRange range(ranges_.reduce);
   const bool partial = keeps_partial_sums();
   const auto together = reduced_together();
   // Parameters may have been frozen since.
@@ -104,6 +106,7 @@ void ParamGroup::start_reduce(uint32_t fingerprint) {
 }
 
 void ParamGroup::finish_reduce() {
+  const comm::TraceRange range(ranges_.wait_reduce);
   std::vector<PendingReduce> pending = std::move(reduces_);
   reduces_.clear();
   for (PendingReduce& item : pending) {

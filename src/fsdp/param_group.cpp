@@ -1,6 +1,7 @@
 #include "fsdp/param_group.h"
 
 #include "comm/exits.h"
+#include "comm/trace_range.h"
 #include "dispatch/replace_data.h"
 #include "fsdp/checks.h"
 #include "fsdp/plain_ops.h"
@@ -122,6 +123,8 @@ void ParamGroup::name_group() {
   name_ = params_.front().layout.name + (params_.size() > 1 ? ", ..." : "");
   gather_text_ = "the all-gather of parameter group '" + name_ + "'";
   reduce_text_ = "the reduce-scatter of the gradients of parameter group '" + name_ + "'";
+  ranges_ = {"fsdp2::gather " + name_, "fsdp2::wait gather " + name_, "fsdp2::reduce " + name_,
+             "fsdp2::wait reduce " + name_};
 }
 
 torch::Tensor ParamGroup::make_shard(const torch::Tensor& member, const ParamLayout& layout) {
@@ -165,6 +168,7 @@ void ParamGroup::check_initialised() const {
 }
 
 void ParamGroup::start_gather(const GatherWords& words) {
+  const comm::TraceRange range(ranges_.gather);
   std::vector<torch::Tensor> shards;
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& param = params_[i];
@@ -187,6 +191,7 @@ void ParamGroup::start_gather(const GatherWords& words) {
 }
 
 std::vector<GatherWords> ParamGroup::finish_gather() {
+  const comm::TraceRange range(ranges_.wait_gather);
   std::unique_ptr<Gather> gather = std::move(gather_);
   std::vector<c10::DataPtr> bytes = gather->finish(gather_text_);
   for (size_t i = 0; i < params_.size(); ++i) {

@@ -195,6 +195,9 @@ class ParamGroup final : public std::enable_shared_from_this<ParamGroup> {
   void name_group();
 
   std::string name_, gather_text_, reduce_text_;
+  struct {
+    std::string gather, wait_gather, reduce, wait_reduce;
+  } ranges_;  // in traces
   DeviceMesh mesh_;
   std::vector<Param> params_;
   std::unique_ptr<GroupComm> comm_, post_forward_comm_;

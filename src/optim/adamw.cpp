@@ -1,3 +1,4 @@
+#include "comm/trace_range.h"
 #include "optim/moment_file.h"
 #include "optim/parts.h"
 
@@ -158,6 +159,7 @@ Tensor AdamW::step(LossClosure closure) {
     const torch::AutoGradMode enabled(true);
     loss = closure();
   }
+  const comm::TraceRange range("fsdp2::optimizer");
   const torch::NoGradGuard no_grad;
   for (size_t g = 0; g < param_groups_.size(); ++g) {
     const auto& parameters = param_groups_[g].params();

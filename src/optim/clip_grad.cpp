@@ -1,3 +1,4 @@
+#include "comm/trace_range.h"
 #include "optim/parts.h"
 
 #include <fsdp2/clip_grad.h>
@@ -87,6 +88,7 @@ void reduce(Power& power, const OnMesh& on) {
     if (!on.reduced[dim] || on.mesh.size(index) == 1) continue;
     Tensor pair =
         torch::tensor({power.value, power.nan ? 1.0 : 0.0}, torch::kDouble).to(on.mesh.device());
+    const comm::TraceRange range("fsdp2::wait norm");
     wait(all_reduce(pair, max ? ReduceOp::kMax : ReduceOp::kSum, on.mesh.get_group(index)),
          "the norm of gradients");
     pair = pair.cpu();
@@ -139,6 +141,7 @@ double clip_grad_norm_(const std::vector<Tensor>& parameters, double max_norm, d
   TORCH_CHECK_VALUE(max_norm >= 0, "clip_grad_norm_: max_norm must not be negative, got ",
                     max_norm);
   TORCH_CHECK_VALUE(norm_type > 0, "clip_grad_norm_: norm_type must be positive, got ", norm_type);
+  const comm::TraceRange range("fsdp2::clip_grad_norm_");
   const torch::NoGradGuard no_grad;
   std::vector<Tensor> gradients;
   for (const Tensor& parameter : parameters) {

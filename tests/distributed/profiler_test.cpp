@@ -1,7 +1,11 @@
-// A profiler sees each op of a wrapped module once, as in the plain one.
+// A profiler sees each op of a wrapped module once, as in the plain one, and what the library does
+// between them.
 
 #include "support/ranks.h"
 #include "support/twins.h"
+
+#include <fsdp2/clip_grad.h>
+#include <fsdp2/optim.h>
 
 #include <ATen/record_function.h>
 
@@ -40,6 +44,43 @@ TEST(Profiler, SeesEachOpOnce) {
     EXPECT_EQ(counts[1], counts[0]);
     EXPECT_EQ(counts[0]["aten::addmm"], 2);
     at::clearThreadLocalCallbacks();
+  });
+}
+
+std::vector<std::string>& ranges() {
+  static std::vector<std::string> names;
+  return names;
+}
+
+TEST(Profiler, SeesTheLibrarysRanges) {
+  on_ranks(2, [](int rank) {
+    Twins<TwoLinear> twins;
+    wrap_layers(twins.sharded, true);
+    optim::AdamW optimizer(twins.sharded->parameters(), torch::optim::AdamWOptions(1e-3));
+    EXPECT_FALSE(at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE));
+    at::addThreadLocalCallback(
+        at::RecordFunctionCallback([](const at::RecordFunction& function)
+                                       -> std::unique_ptr<at::ObserverContext> {
+          ranges().emplace_back(function.name());
+          return nullptr;
+        }).scopes({at::RecordScope::USER_SCOPE}));
+    twins.sharded->forward(torch::full({2, 5}, 0.1 + rank)).sum().backward();
+    clip_grad_norm_(twins.sharded->parameters(), 1.0);
+    optimizer.step();
+    at::clearThreadLocalCallbacks();
+    const std::vector<std::string> expected = {
+        "fsdp2::gather a.weight, ...",  // as the root calls it, which was wrapped last
+        "fsdp2::wait gather a.weight, ...",
+        "fsdp2::gather b.weight, ...",
+        "fsdp2::wait gather b.weight, ...",
+        "fsdp2::reduce b.weight, ...",
+        "fsdp2::wait reduce b.weight, ...",
+        "fsdp2::reduce a.weight, ...",
+        "fsdp2::wait reduce a.weight, ...",
+        "fsdp2::clip_grad_norm_",
+        "fsdp2::wait norm",
+        "fsdp2::optimizer"};
+    EXPECT_EQ(ranges(), expected);
   });
 }
 
