@@ -55,6 +55,8 @@ void run(StepArguments& arguments, const CLI::App& command) {
   if (report->contains("all_gathers"))
     std::printf(" AG=%.0f RS=%.0f", number("all_gathers"), number("reduce_scatters"));
   std::printf(" loss %.6f->%.6f\n", losses.front(), losses.back());
+  if (report->contains("trace"))
+    std::printf("trace: %s\n", report->at("trace").get<std::string>().c_str());
 }
 
 }  // namespace
@@ -104,6 +106,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   step->add_option("--start-step", o.start_step, "First step number of the token stream")
       ->capture_default_str();
   step->add_option("--json", arguments->json, "Write the report");
+  add_trace_option(*step, o.trace, "1 to 3 of those that are timed, which then take longer");
   last_wins(*step);
   step->callback([arguments, step, &exit_code] {
     run(*arguments, *step);

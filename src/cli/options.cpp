@@ -12,6 +12,13 @@ void last_wins(CLI::App& command) {
   }
 }
 
+void add_trace_option(CLI::App& command, std::string& path, const std::string& steps) {
+  command.add_option("--trace", path,
+                     "Trace steps " + steps +
+                         ": a folder for trace.json (all ranks; open it in ui.perfetto.dev or "
+                         "chrome://tracing) and rank_N.json of each, or a FILE.json of all ranks");
+}
+
 void read_config(CLI::App& command, const std::string& path) {
   for (const auto& item : CLI::ConfigTOML().from_file(path)) {
     if (item.name == "++" || item.name == "--") continue;  // CLI11's marks around sections

@@ -122,6 +122,7 @@ void add_train(CLI::App& app, int& exit_code) {
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
   train->add_option("--metrics", o.metrics, "File to write a JSON object a step to");
+  add_trace_option(*train, o.trace, "3 to 5");
 
   add_preset_option(*train, arguments->preset, train_presets());
   add_model_options(*train, o.model);

@@ -2,6 +2,7 @@
 
 #include "train/init.h"
 #include "train/process_stats.h"
+#include "train/step_trace.h"
 #include "train/tokens.h"
 #include "train/weights.h"
 #include "train/world.h"
@@ -12,6 +13,7 @@
 #include <fsdp2/optim.h>
 #include <fsdp2/replicate.h>
 
+#include <ATen/record_function.h>
 #include <torch/torch.h>
 
 #include <array>
@@ -65,6 +67,7 @@ class StepBench {
   void build();
   Batch batch(int64_t micro) const;
   Step step(const std::vector<Batch>& batches);
+  torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& y);
   double grad_norm();
   void synchronize() const {
     if (world_.size() > 1) wait(barrier(world_group()), "barrier before a step");
@@ -150,6 +153,12 @@ double StepBench::grad_norm() {
   return norm;
 }
 
+torch::Tensor StepBench::forward(const torch::Tensor& x, const torch::Tensor& y) {
+  RECORD_USER_SCOPE("forward");
+  const auto loss = call_ ? next_token_loss((*call_)(x), y) : next_token_loss(model_, x, y);
+  return options_.accum > 1 ? loss / options_.accum : loss;
+}
+
 StepBench::Step StepBench::step(const std::vector<Batch>& batches) {
   Step done;
   auto start = Clock::now();
@@ -161,10 +170,12 @@ StepBench::Step StepBench::step(const std::vector<Batch>& batches) {
     if (replica_) replica_->set_requires_gradient_sync(i + 1 == batches.size());
     if (sharded_) before_micro_batch(model_, options_.sharding, i, batches.size());
     const auto& [x, y] = batches[i];
-    auto loss = call_ ? next_token_loss((*call_)(x), y) : next_token_loss(model_, x, y);
-    if (options_.accum > 1) loss = loss / options_.accum;
+    const torch::Tensor loss = forward(x, y);
     lap(kForward);
-    loss.backward();
+    {
+      RECORD_USER_SCOPE("backward");
+      loss.backward();
+    }
     lap(kBackward);
     done.loss += loss.item<double>();
   }
@@ -193,6 +204,7 @@ Json StepBench::checksums() const {
 }
 
 Json StepBench::run() {
+  StepTrace trace(options_.trace, world_, options_.warmup, std::min(options_.steps, kTracedSteps));
   build();
   std::vector<Step> steps;
   std::vector<double> times;
@@ -214,14 +226,17 @@ Json StepBench::run() {
       init_peak_kib_ = memory_stats().peak;
       peak_was_reset_ = reset_peak();
     }
+    trace.begin(i);
     synchronize();
     if (i == 0) reset_collective_counts();
     const auto start = Clock::now();
     steps.push_back(step(batches));
     if (i >= options_.warmup) times.push_back(ms_since(start));
     if (i == 0) first_step_ = collective_counts();
+    trace.end(i);
   }
   auto json = report(steps, std::move(times));
+  if (!trace.written().empty()) json["trace"] = trace.written();
   if (!options_.dump_final.empty()) save_weights(*model_, options_.dump_final);
   return json;
 }

@@ -30,6 +30,7 @@ struct StepBenchOptions {
   int threads = 1;
   std::string load_init, dump_init, dump_final;  // safetensors files
   int64_t start_step = 0;
+  std::string trace;  // as StepTrace takes it: of the first steps after warm-up; empty: none
 };
 
 /// Collective over the world that the environment describes. The report on rank 0, nothing on the

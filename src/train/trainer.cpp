@@ -3,11 +3,13 @@
 #include "train/init.h"
 #include "train/model_dir.h"
 #include "train/progress.h"
+#include "train/step_trace.h"
 #include "train/stop_signal.h"
 
 #include <fsdp2/clip_grad.h>
 #include <fsdp2/optim.h>
 
+#include <ATen/record_function.h>
 #include <torch/torch.h>
 
 #include <cmath>
@@ -55,6 +57,7 @@ class Trainer {
   /// Forward and backward of all micro-batches; the mean over ranks. Error on all ranks if a loss
   /// is not finite.
   Reduced accumulate(int64_t step);
+  torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& y);
   double validate();
 
   const TrainOptions& options_;
@@ -129,14 +132,22 @@ void Trainer::set_lr(double lr) {
   for (auto& group : optimizer_->param_groups()) group.options().set_lr(lr);
 }
 
+torch::Tensor Trainer::forward(const torch::Tensor& x, const torch::Tensor& y) {
+  RECORD_USER_SCOPE("forward");
+  return next_token_loss(model_, x, y) / options_.accum;
+}
+
 Trainer::Reduced Trainer::accumulate(int64_t step) {
   double mean = 0;
   for (int64_t k = 0; k < options_.accum; ++k) {
     const auto [x, y] =
         data_->train_batch(step * options_.accum + k, world_.rank(), world_.size(), options_.batch);
     before_micro_batch(model_, options_.sharding, k, options_.accum);
-    const auto loss = next_token_loss(model_, x, y) / options_.accum;
-    loss.backward();
+    const auto loss = forward(x, y);
+    {
+      RECORD_USER_SCOPE("backward");
+      loss.backward();
+    }
     mean += loss.item<double>();
   }
   const int signal = StopSignal::received();
@@ -164,19 +175,22 @@ double Trainer::validate() {
 }
 
 TrainResult Trainer::run() {
+  const auto& schedule = options_.schedule;
+  StepTrace trace(options_.trace, world_, std::min(kTraceFrom, schedule.steps - 1), kTracedSteps);
   prepare();
   const StopSignal stop_signal;
-  const auto& schedule = options_.schedule;
   TrainResult result;
   while (result.steps < schedule.steps && result.signal == 0) {
     const double lr = schedule.at(result.steps);
     set_lr(lr);
+    trace.begin(result.steps);
     const auto [loss, signal] = accumulate(result.steps);
     const double norm = clip_grad_norm_(parameters_, options_.clip > 0 ? options_.clip : INFINITY);
     TORCH_CHECK(std::isfinite(norm), "the gradient norm is not finite at step ", result.steps + 1,
                 "; try a lower learning rate or a longer warm-up");
     optimizer_->step();
     optimizer_->zero_grad();
+    trace.end(result.steps);
     ++result.steps;
     progress_->step(
         {result.steps, loss, norm, lr, options_.batch * options_.accum * seq_ * world_.size()});
@@ -187,6 +201,8 @@ TrainResult Trainer::run() {
       progress_->validation(result.steps, result.validation_loss);
     }
   }
+  trace.finish();
+  if (!trace.written().empty()) progress_->note("wrote a trace to " + trace.written());
   if (result.signal != 0) {
     progress_->note("stopped after step " + std::to_string(result.steps) + " by " +
                     (result.signal == SIGTERM ? "SIGTERM" : "SIGINT"));

@@ -12,6 +12,9 @@
 
 namespace fsdp2::train {
 
+/// Steps that are over before a trace begins.
+constexpr int64_t kTraceFrom = 2;
+
 struct TrainOptions {
   LlamaConfig model;  // resolved; not looked at with `from`
   std::string from;   // folder of a model to start from; empty: new weights
@@ -30,6 +33,7 @@ struct TrainOptions {
   std::string out;  // folder for the model; empty: not saved
   torch::ScalarType out_dtype = torch::kFloat32;
   std::string metrics;  // file; empty: none
+  std::string trace;    // as StepTrace takes it: of steps kTraceFrom + 1 and on; empty: none
 };
 
 struct TrainResult {
