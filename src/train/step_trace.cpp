@@ -38,7 +38,8 @@ StepTrace::StepTrace(const std::string& path, const World& world, int64_t first,
     const fs::path folder = whole_.parent_path();
     if (!folder.empty()) fs::create_directories(folder);
     check_writable(part(world_.rank()));
-    fs::remove(part(world_.rank()));
+    // Those of an earlier run too, which would be taken for ranks of other hosts.
+    for (int rank = 0; rank < world_.size(); ++rank) fs::remove(part(rank));
   });
 }
 
