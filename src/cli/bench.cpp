@@ -6,7 +6,6 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <fstream>
 #include <map>
 #include <memory>
 
@@ -39,11 +38,7 @@ void run(StepArguments& arguments, const CLI::App& command) {
   }
   const auto report = train::run_step_bench(options);
   if (!report) return;
-  if (!arguments.json.empty()) {
-    std::ofstream file(arguments.json);
-    file << report->dump(1) << std::endl;
-    if (!file) throw std::runtime_error("cannot write " + arguments.json);
-  }
+  write_report(arguments.json, *report);
   const auto number = [&](const char* key) {
     return report->contains(key) ? report->at(key).get<double>() : 0.0;
   };
@@ -66,6 +61,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   bench->require_subcommand(1);
   add_bench_checkpoint(*bench);
   add_bench_collectives(*bench);
+  add_bench_overhead(*bench);
   auto* step = bench->add_subcommand(
       "step", "Train a decoder on synthetic tokens; report losses, times, memory and collectives");
   auto arguments = std::make_shared<StepArguments>();

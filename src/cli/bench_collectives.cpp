@@ -13,7 +13,6 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -126,10 +125,7 @@ void run(const CollectivesBench& arguments) {
       }
     }
   }
-  if (world.rank() != 0 || arguments.json.empty()) return;
-  std::ofstream file(arguments.json);
-  file << report.dump(1) << std::endl;
-  if (!file) throw std::runtime_error("cannot write " + arguments.json);
+  if (world.rank() == 0) write_report(arguments.json, report);
 }
 
 }  // namespace
