@@ -62,6 +62,7 @@ void add_bench(CLI::App& app, int& exit_code) {
   add_bench_checkpoint(*bench);
   add_bench_collectives(*bench);
   add_bench_overhead(*bench);
+  add_bench_scale(*bench);
   auto* step = bench->add_subcommand(
       "step", "Train a decoder on synthetic tokens; report losses, times, memory and collectives");
   auto arguments = std::make_shared<StepArguments>();

@@ -18,6 +18,7 @@ namespace fsdp2::cli {
 void add_bench_checkpoint(CLI::App& bench);
 void add_bench_collectives(CLI::App& bench);
 void add_bench_overhead(CLI::App& bench);
+void add_bench_scale(CLI::App& bench);
 
 /// --groups, --steps and --json.
 void add_group_options(CLI::App& command, std::vector<int64_t>& groups, int64_t& steps,

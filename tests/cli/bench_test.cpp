@@ -1,9 +1,11 @@
-// fsdp2 bench overhead: that it measures what it says, not how long it takes.
+// fsdp2 bench overhead and scale, and the scripts around them: that they measure what they say, not
+// how long it takes.
 
 #include "support/command.h"
 #include "support/temporary_folder.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -67,6 +69,77 @@ TEST(Bench, OverheadOfOpsAndGroups) {
   }
   EXPECT_THAT(column(report.at("groups"), "ranks"), ElementsAre(2, 2));
   EXPECT_THAT(column(report.at("simulated"), "ranks"), ElementsAre(16, 16));
+}
+
+TEST(Bench, ScaleHasARowForEachSizeAndNumberOfGroups) {
+  const TemporaryFolder folder;
+  const auto path = folder.path("report");
+  const auto done = run_command(on_ranks_of_bench(
+      3, {"scale", "--groups", "1,4", "--bytes", "80,1500", "--steps", "3", "--json", path}));
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  const Json report = read_json(path);
+  EXPECT_EQ(report.at("ranks"), 3);
+  EXPECT_THAT(column(report.at("rows"), "groups"), ElementsAre(1, 4, 1, 4));
+  // Layers of 4 and 19: with their biases 4 (16 + 4) and 4 (361 + 19) bytes.
+  EXPECT_THAT(column(report.at("rows"), "bytes"), ElementsAre(80, 80, 1520, 1520));
+  check_costs(report.at("rows"));
+  const auto refused = run_command(on_ranks_of_bench(1, {"scale", "--groups", "0"}));
+  EXPECT_EQ(refused.exit_code, 2);
+}
+
+class BenchScripts : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const char* python = std::getenv("FSDP2_PYTHON");
+    if (python == nullptr || *python == '\0') GTEST_SKIP() << "no Python";
+    python_ = python;
+  }
+
+  CommandResult script(const std::string& name, std::vector<std::string> arguments) const {
+    arguments.insert(arguments.begin(),
+                     {python_, test_variable("FSDP2_SOURCE") + "/bench/" + name});
+    return run_command(arguments, {{"PYTHONDONTWRITEBYTECODE", "1"}});
+  }
+  /// The words in a plot; failure if it is no XML.
+  std::string words(const std::string& svg) const {
+    const auto done = run_command({python_, "-c",
+                                   "import sys, xml.etree.ElementTree as tree\n"
+                                   "root = tree.parse(sys.argv[1]).getroot()\n"
+                                   "assert root.tag.endswith('svg'), root.tag\n"
+                                   "print('|'.join(item.text or '' for item in root.iter()))",
+                                   svg});
+    EXPECT_EQ(done.exit_code, 0) << done.err;
+    return done.out;
+  }
+
+  const TemporaryFolder folder_;
+  std::string python_;
+};
+
+TEST_F(BenchScripts, ScaleMakesATableAndAPlot) {
+  const auto json = folder_.path("rows"), svg = folder_.path("plots/scale.svg");
+  const auto done =
+      script("scale.py", {test_variable("FSDP2_BIN"), "--ranks", "1", "2", "--groups", "2", "6",
+                          "--bytes", "80", "--steps", "3", "--json", json, "--svg", svg});
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("80 bytes of parameters a group"));
+  EXPECT_THAT(done.out, HasSubstr("growth"));
+  EXPECT_EQ(read_json(json).at("rows").size(), 4U);
+  EXPECT_THAT(words(svg), HasSubstr("parameter groups"));
+  EXPECT_THAT(words(svg), HasSubstr("2 ranks"));
+}
+
+TEST_F(BenchScripts, ScaleMarksWhatGrowsFasterThanGroups) {
+  const auto rows = folder_.write("rows", R"({"rows": [
+      {"bytes": 2048, "ranks": 1, "groups": 4, "overhead_us": 40.0},
+      {"bytes": 2048, "ranks": 1, "groups": 64, "overhead_us": 640.0},
+      {"bytes": 2048, "ranks": 2, "groups": 4, "overhead_us": 40.0},
+      {"bytes": 2048, "ranks": 2, "groups": 64, "overhead_us": 10240.0}]})");
+  const auto done = script("scale.py", {"--from", rows, "--svg", folder_.path("svg")});
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(done.out, HasSubstr("2 KiB of parameters a group"));
+  EXPECT_THAT(done.out, HasSubstr("640 (10.0)"));
+  EXPECT_THAT(done.out, ::testing::ContainsRegex("growth +1.00 +2.00 !"));
 }
 
 }  // namespace
