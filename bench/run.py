@@ -2,6 +2,7 @@
 """Times a training step here and elsewhere, in turn, and prints the ratios.
 
     bench/run.py PATH_OF_FSDP2 [--peer PROGRAM.py] [--sizes tiny small medium] [--repeats 5] [--json FILE]
+                 [--svg FILE]
 
 For each size, in alternation: the same compute unsharded on every rank at the same time (the limit), fully_shard,
 replicate (DDP) and HSDP over one copy a rank, in fp32; fully_shard computing in bf16; and, where PROGRAM is given, PyTorch's
@@ -20,6 +21,8 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+
+import plots
 
 STEPS = {"tiny": 40, "small": 8, "medium": 4}
 OURS = {
@@ -110,6 +113,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json")
+    parser.add_argument("--svg", help="a plot of the steps' times")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     names = options.variants or [*OURS, *(PEERS if options.peer else [])]
@@ -139,6 +143,11 @@ def main():
         sys.stdout.flush()
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    if options.svg:
+        groups = [(size, list(of_size["step_ms"].items())) for size, of_size in report.items()]
+        svg = Path(options.svg)
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        svg.write_text(plots.bars(f"A training step on {options.ranks} ranks", "ms", groups))
 
 
 if __name__ == "__main__":

@@ -142,5 +142,14 @@ TEST_F(BenchScripts, ScaleMarksWhatGrowsFasterThanGroups) {
   EXPECT_THAT(done.out, ::testing::ContainsRegex("growth +1.00 +2.00 !"));
 }
 
+TEST_F(BenchScripts, RunDrawsItsTable) {
+  const auto svg = folder_.path("step.svg");
+  const auto done = script("run.py", {test_variable("FSDP2_BIN"), "--sizes", "tiny", "--variants",
+                                      "unsharded", "hsdp", "--repeats", "1", "--svg", svg});
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_THAT(words(svg), HasSubstr("A training step on 2 ranks"));
+  EXPECT_THAT(words(svg), HasSubstr("hsdp"));
+}
+
 }  // namespace
 }  // namespace fsdp2::testing::bench
