@@ -35,8 +35,12 @@ class Reducer : private c10d::Reducer {
   void abandon();
 
  private:
-  void send(torch::Tensor tensor);
+  class Means;
 
+  void send(torch::Tensor tensor, const c10d::ReduceOp& op);
+  void wait_for_means();
+
+  Means* means_ = nullptr;  // the hook, if there is one
   std::vector<Work> left_behind_;
 };
 

@@ -30,6 +30,10 @@ class CopyingComm final : public GroupComm {
       context_->extended = context_->extended || layout.extension;
     context_->layouts = std::move(layouts);
     if (!reduces || !context_->device.is_cpu()) return;
+    if (context_->world == 1 && context_->replicate_group)
+      context_->replicas_host = HostGroup::of(context_->replicate_group);
+    if (context_->replicas_host)
+      context_->replicas_host->reductions.want(largest_reduction(*context_));
     context_->host = HostGroup::of(context_->gather_group);
     if (!context_->host) return;
     context_->host->reductions.want(largest_reduction(*context_));
@@ -44,7 +48,8 @@ class CopyingComm final : public GroupComm {
   std::unique_ptr<Reduce> start_reduce(const std::vector<ReduceInput>& inputs,
                                        const ReduceOptions& options,
                                        std::unique_ptr<ReduceStage> stage) override {
-    return start_copying_reduce(context_, custom_reduce_scatter, inputs, options, std::move(stage));
+    return start_copying_reduce(context_, custom_reduce_scatter, inputs, options, std::move(stage),
+                                outputs_);
   }
   std::unique_ptr<ReduceStage> stage_reduce(std::vector<size_t> params, torch::ScalarType dtype,
                                             std::function<void()> taken) override {
@@ -55,9 +60,15 @@ class CopyingComm final : public GroupComm {
  private:
   std::shared_ptr<CommContext> context_;
   std::shared_ptr<SharedBytes> shared_;  // null: parameters travel
+  ReduceOutputs outputs_;
 };
 
 }  // namespace
+
+SharedReductions* CommContext::shared_reductions(bool all) const {
+  if (host) return &host->reductions;
+  return replicas_host && all ? &replicas_host->reductions : nullptr;
+}
 
 torch::Tensor CommContext::whole(void* data, size_t param) const {
   const ParamLayout& layout = layouts[param];

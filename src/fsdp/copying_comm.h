@@ -8,6 +8,8 @@
 
 #include <fsdp2/collectives.h>
 
+#include <map>
+
 namespace fsdp2::fsdp {
 
 /// What all gathers and reductions of one group need.
@@ -22,12 +24,27 @@ struct CommContext {
   int64_t replicas = 1;
   bool extended = false;            // some layout has an extension
   std::shared_ptr<HostGroup> host;  // null: what is gathered and reduced travels
+  /// Of the replicas, where each is a single rank. Null: their sums travel.
+  std::shared_ptr<HostGroup> replicas_host;
+
+  /// Where gradients are added up in shared memory; null: they travel. `all`: over replicas too.
+  SharedReductions* shared_reductions(bool all) const;
 
   /// Memory of one whole parameter as a tensor.
   torch::Tensor whole(void* data, size_t param) const;
 };
 
 using CommContextPtr = std::shared_ptr<const CommContext>;
+
+/// The output of a group's last reduction in each dtype, whose parts are gradients until the user
+/// lets go of them. Used again then: fresh memory costs more than the sum that goes there.
+class ReduceOutputs {
+ public:
+  torch::Tensor get(int64_t numel, const at::TensorOptions& options);
+
+ private:
+  std::map<torch::ScalarType, torch::Tensor> last_;
+};
 
 std::unique_ptr<Gather> start_copying_gather(CommContextPtr context,
                                              std::shared_ptr<AllGather> custom,
@@ -37,7 +54,8 @@ std::unique_ptr<Reduce> start_copying_reduce(CommContextPtr context,
                                              std::shared_ptr<ReduceScatter> custom,
                                              const std::vector<ReduceInput>& inputs,
                                              const ReduceOptions& options,
-                                             std::unique_ptr<ReduceStage> stage);
+                                             std::unique_ptr<ReduceStage> stage,
+                                             ReduceOutputs& outputs);
 /// Null where parameters' gradients are not shared, or somebody would have to be waited for.
 std::unique_ptr<ReduceStage> stage_shared_reduce(const CommContextPtr& context,
                                                  std::vector<size_t> params,

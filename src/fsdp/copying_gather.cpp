@@ -12,16 +12,24 @@ constexpr int64_t kAlignment =
 constexpr int64_t kWordBytes = 64;
 static_assert(sizeof(GatherWords) <= kWordBytes);
 
-std::vector<c10::DataPtr> allocate(const std::vector<ParamLayout>& layouts, c10::Device device) {
-  std::vector<c10::DataPtr> out;
-  out.reserve(layouts.size());
-  c10::Allocator* allocator = c10::GetAllocator(device.type());
-  for (const ParamLayout& layout : layouts) {
-    out.push_back(allocator->allocate(static_cast<size_t>(layout.nbytes())));
-  }
-  return out;
+c10::DataPtr allocate(const ParamLayout& layout, c10::Device device) {
+  return c10::GetAllocator(device.type())->allocate(static_cast<size_t>(layout.nbytes()));
 }
 
+/// Whether the shard is, byte for byte, what the allocator would give for the whole parameter.
+bool serves_as_whole(const torch::Tensor& shard, const ParamLayout& layout, c10::Device device) {
+  return shard.scalar_type() == layout.dtype && shard.device() == device && !shard.is_meta() &&
+         shard.sizes() == layout.sizes && shard.strides() == layout.strides &&
+         reinterpret_cast<uintptr_t>(shard.const_data_ptr()) % kAlignment == 0;
+}
+
+/// The shard's memory, kept.
+c10::DataPtr alias_of(const torch::Tensor& shard) {
+  return {shard.mutable_data_ptr(), new c10::Storage(shard.storage()),
+          [](void* storage) { delete static_cast<c10::Storage*>(storage); }, shard.device()};
+}
+
+/// Of one rank, whose shards are whole.
 class LocalGather final : public Gather {
  public:
   LocalGather(CommContextPtr context, std::vector<torch::Tensor> shards, const GatherWords& words)
@@ -29,9 +37,16 @@ class LocalGather final : public Gather {
 
   std::vector<c10::DataPtr> finish(const std::string&) override {
     PlainOps plain;
-    std::vector<c10::DataPtr> out = allocate(context_->layouts, context_->device);
-    for (size_t i = 0; i < out.size(); ++i) {
-      if (context_->layouts[i].numel > 0) context_->whole(out[i].get(), i).copy_(shards_[i]);
+    std::vector<c10::DataPtr> out;
+    out.reserve(shards_.size());
+    for (size_t i = 0; i < shards_.size(); ++i) {
+      const ParamLayout& layout = context_->layouts[i];
+      if (layout.numel > 0 && serves_as_whole(shards_[i], layout, context_->device)) {
+        out.push_back(alias_of(shards_[i]));
+        continue;
+      }
+      out.push_back(allocate(layout, context_->device));
+      if (layout.numel > 0) context_->whole(out[i].get(), i).copy_(shards_[i]);
     }
     shards_.clear();
     return out;
@@ -86,7 +101,10 @@ class CopyingGather final : public Gather {
     work_.reset();
     input_.reset();
     if (kChecks) read_words();
-    std::vector<c10::DataPtr> out = allocate(context_->layouts, context_->device);
+    std::vector<c10::DataPtr> out;
+    out.reserve(context_->layouts.size());
+    for (const ParamLayout& layout : context_->layouts)
+      out.push_back(allocate(layout, context_->device));
     for (size_t k = 0; k < items_.size() && !context_->device.is_meta();) {
       const size_t param = items_[k].param;
       size_t end = k;

@@ -40,7 +40,7 @@ class CopyingReduce final : public Reduce {
  public:
   CopyingReduce(const CommContextPtr& context, std::shared_ptr<ReduceScatter> custom,
                 const std::vector<ReduceInput>& inputs, const ReduceOptions& options,
-                std::unique_ptr<ReduceBuffer> filled)
+                std::unique_ptr<ReduceBuffer> filled, ReduceOutputs& outputs)
       : context_(context), custom_(std::move(custom)), options_(options) {
     PlainOps plain;
     std::vector<size_t> params;
@@ -52,20 +52,31 @@ class CopyingReduce final : public Reduce {
     }
     buffer_ = filled ? std::move(filled)
                      : std::make_unique<ReduceBuffer>(context_, std::move(params), options_.dtype);
-    SharedReductions* shared = context_->host && !custom_ ? &context_->host->reductions : nullptr;
+    SharedReductions* shared = custom_ ? nullptr : context_->shared_reductions(options_.all_reduce);
+    // Reductions are the only thing that replicas do together, in one order.
+    if (shared && context_->world == 1 && !buffer_->input().defined())
+      shared->prepare(context_->replicate_group);
     if (shared && !shared->fits(buffer_->nbytes())) shared = nullptr;
+    sums_replicas_ = shared && context_->world == 1;
     const int64_t numel = context_->world * buffer_->piece();
     const at::TensorOptions real = buffer_->real_options();
-    if (!buffer_->input().defined())
+    if (!buffer_->input().defined()) {
       buffer_->set_memory(shared ? shared->next_input(numel, real) : allocate({numel}, real));
+    } else if (!shared) {
+      buffer_->set_memory(buffer_->input().clone());  // it is not going to be added up there
+    }
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (inputs[i].gradient.defined()) buffer_->put(i, inputs[i].gradient);
+      if (sums_replicas_ && partials_[i].defined()) buffer_->put(i, partials_[i]);
     }
     say_words();
     buffer_->close(own_words_, divisor_before());
     const torch::Tensor& input = buffer_->input();
-    output_ = allocate({buffer_->piece()}, real);
-    divided_ = shared && options_.all_reduce && !partial_ && !context_->replicate_group;
+    output_ = shared                             ? outputs.get(buffer_->piece(), real)
+              : context_->world == 1 && !custom_ ? input
+                                                 : allocate({buffer_->piece()}, real);
+    divided_ = shared && options_.all_reduce &&
+               (sums_replicas_ || (!partial_ && !context_->replicate_group));
     work_ = custom_ ? (*custom_)(output_, input, context_->reduce_group)
             : shared
                 ? shared->start(output_, input, buffer_->words(),
@@ -80,8 +91,8 @@ class CopyingReduce final : public Reduce {
       wait(work_, what);
       work_.reset();
       buffer_->set_memory({});
-      add_partials();
-      if (context_->replicate_group && options_.all_reduce)
+      if (!sums_replicas_) add_partials();
+      if (context_->replicate_group && options_.all_reduce && !sums_replicas_)
         wait(all_reduce(output_, ReduceOp::kSum, context_->replicate_group), what);
       read_words(result);
       if (options_.all_reduce && !divided_) sums().div_(divisor() / divisor_before());
@@ -161,6 +172,7 @@ class CopyingReduce final : public Reduce {
   std::vector<torch::Tensor> partials_;  // undefined where there are none
   bool partial_ = false;                 // whether there are
   bool divided_ = false;                 // by who sums
+  bool sums_replicas_ = false;           // in shared memory; within a copy there is one rank
   torch::Tensor output_, own_words_;
   Work work_;
 };
@@ -171,7 +183,7 @@ class SharedStage final : public ReduceStage {
   SharedStage(CommContextPtr context, std::unique_ptr<ReduceBuffer> buffer)
       : context_(std::move(context)), buffer_(std::move(buffer)) {}
   ~SharedStage() override {
-    if (buffer_) context_->host->reductions.give_back_early_input();
+    if (buffer_) give_back();
   }
 
   const std::vector<size_t>& params() const override { return buffer_->params(); }
@@ -183,21 +195,34 @@ class SharedStage final : public ReduceStage {
     PlainOps plain;
     return buffer_->take(i);
   }
-  std::unique_ptr<ReduceBuffer> release() { return std::move(buffer_); }
+  std::unique_ptr<ReduceBuffer> release() {
+    give_back();
+    return std::move(buffer_);
+  }
 
  private:
+  void give_back() { context_->shared_reductions(/*all=*/true)->give_back_early_input(); }
+
   const CommContextPtr context_;
   std::unique_ptr<ReduceBuffer> buffer_;
 };
 
 }  // namespace
 
+torch::Tensor ReduceOutputs::get(int64_t numel, const at::TensorOptions& options) {
+  torch::Tensor& last = last_[c10::typeMetaToScalarType(options.dtype())];
+  const bool free = last.defined() && last.use_count() == 1 && last.storage().use_count() == 1;
+  if (!free || last.numel() != numel) last = at::empty({numel}, options);
+  return last;
+}
+
 std::unique_ptr<ReduceStage> stage_shared_reduce(const CommContextPtr& context,
                                                  std::vector<size_t> params,
                                                  torch::ScalarType dtype,
                                                  std::function<void()> taken) {
-  if (!context->host) return nullptr;
-  SharedReductions& shared = context->host->reductions;
+  SharedReductions* reductions = context->shared_reductions(/*all=*/true);
+  if (!reductions) return nullptr;
+  SharedReductions& shared = *reductions;
   auto buffer = std::make_unique<ReduceBuffer>(context, std::move(params), dtype);
   if (!shared.fits(buffer->nbytes())) return nullptr;
   torch::Tensor input = shared.early_input(context->world * buffer->piece(), buffer->real_options(),
@@ -211,12 +236,13 @@ std::unique_ptr<Reduce> start_copying_reduce(CommContextPtr context,
                                              std::shared_ptr<ReduceScatter> custom,
                                              const std::vector<ReduceInput>& inputs,
                                              const ReduceOptions& options,
-                                             std::unique_ptr<ReduceStage> stage) {
+                                             std::unique_ptr<ReduceStage> stage,
+                                             ReduceOutputs& outputs) {
   if (context->world * context->replicas == 1 && !options.hook && !custom)
     return std::make_unique<LocalReduce>(*context, inputs, options);
   auto filled = stage ? static_cast<SharedStage&>(*stage).release() : nullptr;
   return std::make_unique<CopyingReduce>(context, std::move(custom), inputs, options,
-                                         std::move(filled));
+                                         std::move(filled), outputs);
 }
 
 }  // namespace fsdp2::fsdp

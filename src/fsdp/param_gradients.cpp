@@ -57,6 +57,7 @@ void ParamGroup::stage_gradients() {
 
 void ParamGroup::unstage_gradients() {
   const std::unique_ptr<ReduceStage> stage = std::move(stage_);
+  if (!stage) return;
   for (size_t i = 0; i < stage->params().size(); ++i) {
     torch::Tensor gradient = stage->take(i);
     if (gradient.defined()) params_[stage->params()[i]].accumulated = std::move(gradient);

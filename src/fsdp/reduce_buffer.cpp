@@ -11,6 +11,14 @@ int64_t length_of(const ParamLayout& layout, int64_t world, bool complex) {
   return align_up(layout.padded_chunk_numel(world) * (complex ? 2 : 1), kReduceAlignment);
 }
 
+void write(const torch::Tensor& to, const torch::Tensor& from, bool adds) {
+  if (adds) {
+    to.add_(from);
+  } else {
+    to.copy_(from);
+  }
+}
+
 }  // namespace
 
 int64_t words_for(size_t params) {
@@ -66,22 +74,42 @@ void ReduceBuffer::put(size_t i, const torch::Tensor& gradient) {
   filled_[i] = true;
   if (input_.is_meta()) return;
   const ParamLayout& layout = context_->layouts[params_[i]];
-  const int64_t complex = c10::isComplexType(dtype_) ? 2 : 1;
-  for (int64_t rank = 0; rank < context_->world; ++rank) {
-    const torch::Tensor piece = input_.narrow(0, rank * piece_, piece_);
-    const torch::Tensor mine = layout.local_part(gradient, context_->world, rank);
-    if (mine.numel() > 0) {
-      const torch::Tensor target = part(piece, i, mine.sizes());
-      if (again) {
-        target.add_(mine);
-      } else {
-        target.copy_(mine);
-      }
-    }
-    const int64_t rest = slots_[i].length - mine.numel() * complex;
-    if (rest > 0 && !again)
-      piece.narrow(0, slots_[i].offset + slots_[i].length - rest, rest).zero_();
+  const int64_t width = c10::isComplexType(dtype_) ? 2 : 1;
+  const int64_t chunk = layout.padded_chunk_numel(context_->world);
+  const torch::Tensor pieces = input_.view({context_->world, piece_});
+  if (!again && slots_[i].length > chunk * width)
+    pieces.narrow(1, slots_[i].offset + chunk * width, slots_[i].length - chunk * width).zero_();
+  if (layout.shard_dim == 0 && gradient.is_contiguous() && chunk > 0) {
+    put_rows(pieces, i, gradient.view({-1}), chunk, again);
+    return;
   }
+  for (int64_t rank = 0; rank < context_->world; ++rank) {
+    const torch::Tensor mine = layout.local_part(gradient, context_->world, rank);
+    if (mine.numel() > 0) write(part(pieces[rank], i, mine.sizes()), mine, again);
+    const int64_t missing = (chunk - mine.numel()) * width;
+    if (missing > 0 && !again)
+      pieces[rank].narrow(0, slots_[i].offset + mine.numel() * width, missing).zero_();
+  }
+}
+
+/// Parts of all ranks at once, as many as are full.
+void ReduceBuffer::put_rows(const torch::Tensor& pieces, size_t i, const torch::Tensor& flat,
+                            int64_t chunk, bool again) {
+  const int64_t width = c10::isComplexType(dtype_) ? 2 : 1;
+  const int64_t full = flat.numel() / chunk, rest = flat.numel() % chunk;
+  const torch::Tensor parts = pieces.narrow(1, slots_[i].offset, chunk * width);
+  const auto as_numbers = [&](const torch::Tensor& real, int64_t numel) {
+    return width == 1 ? real : at::view_as_complex(real.unflatten(1, {numel, 2}));
+  };
+  write(as_numbers(parts.narrow(0, 0, full), chunk),
+        flat.narrow(0, 0, full * chunk).view({full, chunk}), again);
+  if (rest > 0)
+    write(as_numbers(parts.narrow(0, full, 1).narrow(1, 0, rest * width), rest),
+          flat.narrow(0, full * chunk, rest).view({1, rest}), again);
+  if (again) return;
+  if (rest > 0) parts[full].narrow(0, rest * width, (chunk - rest) * width).zero_();
+  const int64_t used = full + (rest > 0 ? 1 : 0);
+  if (used < context_->world) parts.narrow(0, used, context_->world - used).zero_();
 }
 
 torch::Tensor ReduceBuffer::take(size_t i) {

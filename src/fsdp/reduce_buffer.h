@@ -39,6 +39,9 @@ class ReduceBuffer {
   torch::Tensor part(const torch::Tensor& piece, size_t i, c10::IntArrayRef sizes) const;
 
  private:
+  void put_rows(const torch::Tensor& pieces, size_t i, const torch::Tensor& flat, int64_t chunk,
+                bool again);
+
   const CommContextPtr context_;
   const std::vector<size_t> params_;
   const torch::ScalarType dtype_;

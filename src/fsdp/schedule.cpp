@@ -164,8 +164,12 @@ void Schedule::prefetch(const ParamGroup* gathered) {
 
 void Schedule::start_gather(ParamGroup& group) {
   const GatherWords words{group.id, gathers_++, group.generation(), static_cast<int64_t>(mode())};
-  const auto known = [&](const auto& weak) { return weak.lock().get() == &group; };
-  if (std::none_of(order_.begin(), order_.end(), known)) order_.push_back(group.weak_from_this());
+  const std::weak_ptr<ParamGroup> own = group.weak_from_this();
+  const auto known = [&](const auto& weak) {
+    return !weak.owner_before(own) && !own.owner_before(weak);
+  };
+  if (std::none_of(order_.begin(), order_.end(), known)) order_.push_back(own);
+  if (std::none_of(open_.begin(), open_.end(), known)) open_.push_back(own);
   group.start_gather(words);
   if (backward_) plan_reduce(group);
 }
@@ -190,8 +194,13 @@ void Schedule::remember(ParamGroup& group) {
 }
 
 void Schedule::free_unrelated(const ParamGroup& group) {
-  for (const auto& other : live_groups()) {
-    if (other.get() == &group || other->kept_by_user) continue;
+  std::erase_if(open_, [](const auto& weak) {
+    const auto known = weak.lock();
+    return !known || (!known->unsharded() && !known->gathering());
+  });
+  for (const auto& weak : open_) {
+    const auto other = weak.lock();
+    if (!other || other.get() == &group || other->kept_by_user) continue;
     const bool wrong_guess = other->gathering() && !other->prefetched_on_request;
     const bool kept =
         !other->reshard_after_forward || (backward_ && !other->reshard_after_backward);

@@ -71,6 +71,8 @@ class Schedule : public std::enable_shared_from_this<Schedule> {
 
   std::recursive_mutex mutex_;
   std::vector<std::weak_ptr<ParamGroup>> groups_;
+  /// Those that are whole or on their way, and perhaps some that were freed since the last gather.
+  std::vector<std::weak_ptr<ParamGroup>> open_;
   std::vector<std::function<void()>> checks_, first_checks_;
   int64_t gathers_ = 0;    // started so far; the same on all ranks
   int64_t backwards_ = 0;  // begun so far

@@ -70,18 +70,20 @@ class SharedReductions::Slots {
 
   /// Blocks until all have posted; then `output` is the sum of this rank's parts, what follows the
   /// words divided. Not a number if others reduce something else.
-  void add(const torch::Tensor& output, uint64_t number, int64_t words, double divisor) const {
+  void add(const torch::Tensor& output, bool whole, uint64_t number, int64_t words,
+           double divisor) const {
     bool alike = true;
     const size_t part = output.nbytes();
+    const auto parts_of_input = static_cast<size_t>(whole ? 1 : presence_->size());
+    const size_t offset = whole ? 0 : part * static_cast<size_t>(presence_->rank());
     std::vector<torch::Tensor> parts;
     for (int rank = 0; rank < presence_->size(); ++rank) {
       presence_->wait(member(rank).posted, number, rank);
       const Posted& posted = member(rank).slots[number % kSlots];
-      alike = alike && posted.bytes == part * static_cast<size_t>(presence_->size()) &&
+      alike = alike && posted.bytes == part * parts_of_input &&
               posted.dtype == static_cast<uint64_t>(output.scalar_type());
       parts.push_back(
-          torch::from_blob(place(rank, number) + part * static_cast<size_t>(presence_->rank()),
-                           output.sizes(), output.options()));
+          torch::from_blob(place(rank, number) + offset, output.sizes(), output.options()));
     }
     if (alike) {
       add_parts(output.narrow(0, 0, words), parts, 0, 1);
@@ -121,6 +123,7 @@ class SharedReductions::SumWork final : public c10d::Work {
           int64_t words, double divisor)
       : slots_(std::move(slots)),
         output_(std::move(output)),
+        whole_(input.numel() == output_.numel()),
         words_(words),
         divisor_(divisor),
         number_(slots_->post(input, this)) {}
@@ -131,7 +134,7 @@ class SharedReductions::SumWork final : public c10d::Work {
   bool wait(std::chrono::milliseconds) override {
     if (summed_) return true;
     PlainOps plain;
-    slots_->add(output_, number_, words_, divisor_);
+    slots_->add(output_, whole_, number_, words_, divisor_);
     summed_ = true;
     slots_->end(this);
     return true;
@@ -140,6 +143,7 @@ class SharedReductions::SumWork final : public c10d::Work {
  private:
   const std::shared_ptr<Slots> slots_;
   const torch::Tensor output_;
+  const bool whole_;
   const int64_t words_;
   const double divisor_;
   const uint64_t number_;
@@ -212,7 +216,9 @@ torch::Tensor SharedReductions::early_input(int64_t numel, const at::TensorOptio
 Work SharedReductions::start(const torch::Tensor& output, const torch::Tensor& input, int64_t words,
                              double divisor) {
   taken_ = nullptr;
-  comm::count_collective(&CollectiveCounts::reduce_scatters, static_cast<int64_t>(input.nbytes()));
+  comm::count_collective(input.numel() == output.numel() ? &CollectiveCounts::all_reduces
+                                                         : &CollectiveCounts::reduce_scatters,
+                         static_cast<int64_t>(input.nbytes()));
   return c10::make_intrusive<SumWork>(slots_, output, input, words, divisor);
 }
 

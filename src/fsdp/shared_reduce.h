@@ -1,8 +1,8 @@
 #pragma once
 
-// Reduce-scatters of ranks on one host: every rank leaves its gradients in memory that all see, and
-// adds up its own part from there. One pool of such memory serves all reductions in a process
-// group, two of them at a time.
+// Reductions of ranks on one host: every rank leaves its gradients in memory that all see, and adds
+// up its own part, or all of them, from there. One pool of such memory serves all reductions in a
+// process group, two of them at a time.
 
 #include "comm/shared_memory.h"
 
@@ -36,10 +36,10 @@ class SharedReductions {
                             std::function<void()> taken);
   /// It will not be started, or not without next_input().
   void give_back_early_input() { taken_ = nullptr; }
-  /// Starts output [n] = this rank's part of the sum of all ranks' inputs [ranks * n], which is
-  /// made in wait(): in rank order, of 16-bit floats in float32, so the same however ranks are
-  /// timed; what comes after the first `words` numbers divided by `divisor`. Not a number if others
-  /// reduce something of another size.
+  /// Starts output [n] = this rank's part of the sum of all ranks' inputs [ranks * n], or the sum
+  /// of all ranks' inputs [n], which is made in wait(): in rank order, of 16-bit floats in float32,
+  /// so the same however ranks are timed; what comes after the first `words` numbers divided by
+  /// `divisor`. Not a number if others reduce something of another size.
   Work start(const torch::Tensor& output, const torch::Tensor& input, int64_t words,
              double divisor);
 

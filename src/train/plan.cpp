@@ -86,7 +86,12 @@ class Planner {
 
   // Parameters.
   int64_t gathered_blocks() const { return reshards() ? 1 : model_.layers; }
-  int64_t gathered() const { return (root_.whole + gathered_blocks() * block_.whole) * compute_; }
+  int64_t gathered(int64_t numbers) const {
+    // A shard that is whole, in the right dtype and place, serves as it is.
+    const bool serves = options_.shard == 1 && compute_ == kShardBytes && !options_.offload;
+    return serves ? 0 : numbers * compute_;
+  }
+  int64_t gathered() const { return gathered(root_.whole + gathered_blocks() * block_.whole); }
   /// Own part and all parts.
   int64_t buffers_of(const Group& group, int64_t ranks) const {
     return ranks == 1 ? 0 : group.part * (ranks + 1) * compute_;
@@ -103,8 +108,8 @@ class Planner {
   // Gradients.
   int64_t reduced(const Group& group) const { return group.part * kShardBytes; }
   int64_t reduce_input(const Group& group) const {
-    if (alone()) return 0;
-    const int64_t copies = options_.backend == "gloo" && options_.shard > 1 ? 2 : 1;
+    if (options_.shard == 1) return 0;  // what is reduced becomes the result
+    const int64_t copies = options_.backend == "gloo" ? 2 : 1;
     return copies * group.part * options_.shard * reduce_;
   }
 
@@ -135,7 +140,7 @@ class Planner {
   /// The largest group, usually: nothing is gathered ahead of it.
   Moment root_gather() const {
     Moment at = moment("gather of the root");
-    at.gathered = root_.whole * compute_;
+    at.gathered = gathered(root_.whole);
     at.gather_buffers = buffers_of(root_, options_.shard);
     return at;
   }

@@ -151,11 +151,12 @@ struct Wrapped {
 };
 
 void free_after_every_op() {
-  at::addThreadLocalCallback(at::RecordFunctionCallback(
+  at::RecordFunctionCallback after_op(
       [](const at::RecordFunction&) -> std::unique_ptr<at::ObserverContext> { return nullptr; },
       [](const at::RecordFunction&, at::ObserverContext*) {
         if (Wrapped::freed()) as_fsdp(*Wrapped::freed()).reshard();
-      }));
+      });
+  at::addThreadLocalCallback(after_op.scopes({at::RecordScope::FUNCTION}));
   at::enableRecordFunction(true);
 }
 
