@@ -170,7 +170,11 @@ Work reduce_scatter_by_exchange(const Call& call, const at::Tensor& to, const at
         return backend.alltoall_base(received_bytes, sent_bytes, splits, same);
       },
       [to, received, size = call.size(), finish = std::move(finish)] {
-        comm::add_up(to, received.chunk(size));
+        std::vector<const std::byte*> parts;
+        const auto* bytes = static_cast<const std::byte*>(received.const_data_ptr());
+        for (int rank = 0; rank < size; ++rank) parts.push_back(bytes + rank * to.nbytes());
+        comm::add_up(static_cast<std::byte*>(to.mutable_data_ptr()), parts, to.numel(),
+                     to.scalar_type());
         if (finish) finish();
       });
 }

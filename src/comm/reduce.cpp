@@ -163,14 +163,12 @@ void reduce_in_order(std::byte* output, Inputs inputs, int64_t bytes, c10::Scala
   reduce(output, inputs, bytes, type, op, op == Op::AVG ? static_cast<double>(inputs.size()) : 1);
 }
 
-void add_up(const at::Tensor& out, const std::vector<at::Tensor>& parts, double divisor) {
-  const auto size = static_cast<int64_t>(out.element_size());
-  auto* to = static_cast<std::byte*>(out.mutable_data_ptr());
-  at::parallel_for(0, out.numel(), kShare, [&](int64_t from, int64_t end) {
+void add_up(std::byte* out, Inputs parts, int64_t numel, c10::ScalarType type, double divisor) {
+  const auto size = static_cast<int64_t>(c10::elementSize(type));
+  at::parallel_for(0, numel, kShare, [&](int64_t from, int64_t end) {
     c10::SmallVector<const std::byte*, 8> inputs;
-    for (const at::Tensor& part : parts)
-      inputs.push_back(static_cast<const std::byte*>(part.const_data_ptr()) + from * size);
-    reduce(to + from * size, inputs, (end - from) * size, out.scalar_type(), Op::SUM, divisor);
+    for (const std::byte* part : parts) inputs.push_back(part + from * size);
+    reduce(out + from * size, inputs, (end - from) * size, type, Op::SUM, divisor);
   });
 }
 

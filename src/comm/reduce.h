@@ -6,12 +6,10 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
-#include <torch/types.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace fsdp2::comm {
 
@@ -26,8 +24,9 @@ std::string why_not_reducible(c10::ScalarType type, c10d::ReduceOp::RedOpType op
 void reduce_in_order(std::byte* output, c10::ArrayRef<const std::byte*> inputs, int64_t bytes,
                      c10::ScalarType type, c10d::ReduceOp::RedOpType op);
 
-/// out = (parts[0] + parts[1] + ...) / divisor, as above. Contiguous CPU tensors of one dtype and
-/// size; `out` shares no memory with them.
-void add_up(const at::Tensor& out, const std::vector<at::Tensor>& parts, double divisor = 1);
+/// out = (parts[0] + parts[1] + ...) / divisor, as above, of `numel` numbers. `out` is none of
+/// them.
+void add_up(std::byte* out, c10::ArrayRef<const std::byte*> parts, int64_t numel,
+            c10::ScalarType type, double divisor = 1);
 
 }  // namespace fsdp2::comm

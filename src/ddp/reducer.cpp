@@ -1,5 +1,8 @@
 #include "ddp/reducer.h"
 
+#include "comm/counting.h"
+#include "comm/host_presence.h"
+#include "comm/shared_reductions.h"
 #include "comm/trace_range.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -20,40 +23,47 @@ std::vector<std::vector<size_t>> buckets_of(const std::vector<torch::Tensor>& pa
   return buckets;
 }
 
-/// Whether works of `group` move only while somebody waits for them.
-bool needs_waiting(const ProcessGroup& group) {
-  return group->getBackend(group->getDeviceTypes().front().type())->getBackendName() == "shm";
-}
-
 size_t bytes_of(double mb) { return std::max<size_t>(1, static_cast<size_t>(mb * 1024 * 1024)); }
 
 }  // namespace
 
-/// In the place of futures that a thread of their own would complete, which takes turns on a core
-/// with the thread that computes.
+/// Means over ranks that share memory, in the place of an all-reduce: buckets are copied to where
+/// all see them, and added up by who waits, in rank order.
 class Reducer::Means final : public c10d::CommHookInterface {
  public:
-  explicit Means(ProcessGroup group) : group_(std::move(group)) {}
+  Means(const ProcessGroup& group, std::shared_ptr<comm::Presence> presence, size_t largest_bucket)
+      : reductions_(std::move(presence)), ranks_(group->getSize()) {
+    reductions_.want(largest_bucket);
+    reductions_.prepare(group);
+  }
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    std::vector<torch::Tensor> tensors = {bucket.getBufferRef()};
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::AVG;
+    const torch::Tensor& buffer = bucket.getBufferRef();
+    torch::Tensor input = next_input(buffer);
+    input.copy_(buffer);
     auto future =
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    started_.push_back({group_->allreduce(tensors, options), tensors, future});
+    started_.push_back({start(buffer, input), buffer, future});
     return future;
   }
   torch::Tensor parseHookResult(const c10::IValue& result) override {
     return c10d::detail::parseCppCommHookResult(result);
   }
 
+  /// What others wait for of this rank, whose backward has failed.
+  void send_zeros(const torch::Tensor& buffer) {
+    torch::Tensor input = next_input(buffer);
+    input.zero_();
+    started_.push_back({start(at::empty_like(buffer), input), {}, {}});
+  }
+
   void wait() {
     for (const Started& one : std::exchange(started_, {})) {
       try {
         one.work->wait();
-        one.future->markCompleted(c10::IValue(one.tensors));
+        if (one.future) one.future->markCompleted(c10::IValue(std::vector{one.buffer}));
       } catch (const std::exception&) {
+        if (!one.future) throw;
         one.future->setError(std::current_exception());
       }
     }
@@ -62,10 +72,20 @@ class Reducer::Means final : public c10d::CommHookInterface {
  private:
   struct Started {
     Work work;
-    std::vector<torch::Tensor> tensors;
+    torch::Tensor buffer;
     c10::intrusive_ptr<c10::ivalue::Future> future;
   };
-  const ProcessGroup group_;
+
+  torch::Tensor next_input(const torch::Tensor& buffer) {
+    return reductions_.next_input(buffer.numel(), buffer.options());
+  }
+  Work start(const torch::Tensor& output, const torch::Tensor& input) {
+    const comm::Uncounted uncounted;
+    return reductions_.start(output, input, /*words=*/0, ranks_);
+  }
+
+  comm::SharedReductions reductions_;
+  const double ranks_;
   std::vector<Started> started_;
 };
 
@@ -81,8 +101,13 @@ Reducer::Reducer(const std::vector<torch::Tensor>& parameters, const ProcessGrou
           /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
           /*bucket_bytes_cap_list=*/{}) {
   remove_autograd_hooks();
-  if (!needs_waiting(group)) return;
-  auto means = std::make_unique<Means>(group);
+  const bool on_cpu = std::all_of(parameters.begin(), parameters.end(),
+                                  [](const torch::Tensor& one) { return one.is_cpu(); });
+  const auto presence = on_cpu ? comm::presence_of(group) : nullptr;
+  if (!presence) return;
+  size_t largest = 0;
+  for (const Bucket& bucket : buckets_) largest = std::max(largest, bucket.gradients.nbytes());
+  auto means = std::make_unique<Means>(group, presence, largest);
   means_ = means.get();
   register_comm_hook(std::move(means));
 }
@@ -121,19 +146,20 @@ void Reducer::wait() {
   local_used_work_->wait();
 }
 
-void Reducer::send(torch::Tensor tensor, const c10d::ReduceOp& op) {
+void Reducer::send(torch::Tensor tensor) {
   std::vector<torch::Tensor> tensors = {std::move(tensor)};
-  c10d::AllreduceOptions options;
-  options.reduceOp = op;
-  left_behind_.push_back(process_group_->allreduce(tensors, options));
+  left_behind_.push_back(process_group_->allreduce(tensors));
 }
 
 void Reducer::abandon() {
   for (size_t i = next_bucket_; i < buckets_.size(); ++i) {
-    send(torch::zeros_like(buckets_[i].gradients),
-         means_ ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM);
+    if (means_) {
+      means_->send_zeros(buckets_[i].gradients);
+    } else {
+      send(torch::zeros_like(buckets_[i].gradients));
+    }
   }
-  send(torch::full_like(local_used_map_dev_, kAbandoned), c10d::ReduceOp::SUM);
+  send(torch::full_like(local_used_map_dev_, kAbandoned));
   reset_state();
 }
 

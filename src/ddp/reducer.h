@@ -37,10 +37,10 @@ class Reducer : private c10d::Reducer {
  private:
   class Means;
 
-  void send(torch::Tensor tensor, const c10d::ReduceOp& op);
+  void send(torch::Tensor tensor);
   void wait_for_means();
 
-  Means* means_ = nullptr;  // the hook, if there is one
+  Means* means_ = nullptr;  // null where ranks do not share memory
   std::vector<Work> left_behind_;
 };
 

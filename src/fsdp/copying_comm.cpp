@@ -65,7 +65,7 @@ class CopyingComm final : public GroupComm {
 
 }  // namespace
 
-SharedReductions* CommContext::shared_reductions(bool all) const {
+comm::SharedReductions* CommContext::shared_reductions(bool all) const {
   if (host) return &host->reductions;
   return replicas_host && all ? &replicas_host->reductions : nullptr;
 }

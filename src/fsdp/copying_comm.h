@@ -28,7 +28,7 @@ struct CommContext {
   std::shared_ptr<HostGroup> replicas_host;
 
   /// Where gradients are added up in shared memory; null: they travel. `all`: over replicas too.
-  SharedReductions* shared_reductions(bool all) const;
+  comm::SharedReductions* shared_reductions(bool all) const;
 
   /// Memory of one whole parameter as a tensor.
   torch::Tensor whole(void* data, size_t param) const;

@@ -52,7 +52,8 @@ class CopyingReduce final : public Reduce {
     }
     buffer_ = filled ? std::move(filled)
                      : std::make_unique<ReduceBuffer>(context_, std::move(params), options_.dtype);
-    SharedReductions* shared = custom_ ? nullptr : context_->shared_reductions(options_.all_reduce);
+    comm::SharedReductions* shared =
+        custom_ ? nullptr : context_->shared_reductions(options_.all_reduce);
     // Reductions are the only thing that replicas do together, in one order.
     if (shared && context_->world == 1 && !buffer_->input().defined())
       shared->prepare(context_->replicate_group);
@@ -220,9 +221,9 @@ std::unique_ptr<ReduceStage> stage_shared_reduce(const CommContextPtr& context,
                                                  std::vector<size_t> params,
                                                  torch::ScalarType dtype,
                                                  std::function<void()> taken) {
-  SharedReductions* reductions = context->shared_reductions(/*all=*/true);
+  comm::SharedReductions* reductions = context->shared_reductions(/*all=*/true);
   if (!reductions) return nullptr;
-  SharedReductions& shared = *reductions;
+  comm::SharedReductions& shared = *reductions;
   auto buffer = std::make_unique<ReduceBuffer>(context, std::move(params), dtype);
   if (!shared.fits(buffer->nbytes())) return nullptr;
   torch::Tensor input = shared.early_input(context->world * buffer->piece(), buffer->real_options(),

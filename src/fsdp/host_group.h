@@ -4,8 +4,8 @@
 // is there, the words that they say in gathers, and the memory of their reductions.
 
 #include "comm/shared_memory.h"
+#include "comm/shared_reductions.h"
 #include "fsdp/group_comm.h"
-#include "fsdp/shared_reduce.h"
 
 #include <fsdp2/process_group.h>
 
@@ -37,7 +37,7 @@ class HostGroup {
   /// This rank has heard, or will not.
   void forget(uint64_t place);
 
-  SharedReductions reductions;
+  comm::SharedReductions reductions;
 
  private:
   struct Member;

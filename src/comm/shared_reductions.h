@@ -13,12 +13,12 @@
 #include <functional>
 #include <memory>
 
-namespace fsdp2::fsdp {
+namespace fsdp2::comm {
 
-/// Not thread-safe by itself: the schedule's lock guards it.
+/// Not thread-safe by itself.
 class SharedReductions {
  public:
-  explicit SharedReductions(std::shared_ptr<comm::Presence> presence);
+  explicit SharedReductions(std::shared_ptr<Presence> presence);
 
   /// There will be inputs of that size.
   void want(size_t bytes);
@@ -47,7 +47,7 @@ class SharedReductions {
   class Slots;
   class SumWork;
 
-  const std::shared_ptr<comm::Presence> presence_;
+  const std::shared_ptr<Presence> presence_;
   torch::Tensor input_at(std::byte* data, int64_t numel, const at::TensorOptions& options) const;
 
   std::shared_ptr<Slots> slots_;
@@ -55,4 +55,4 @@ class SharedReductions {
   size_t wanted_ = 0;
 };
 
-}  // namespace fsdp2::fsdp
+}  // namespace fsdp2::comm

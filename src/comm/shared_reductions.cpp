@@ -1,19 +1,18 @@
-#include "fsdp/shared_reduce.h"
+#include "comm/shared_reductions.h"
 
 #include "comm/counting.h"
 #include "comm/exits.h"
 #include "comm/reduce.h"
 #include "comm/share_memory.h"
-#include "fsdp/plain_ops.h"
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
-#include <limits>
 #include <utility>
 
-namespace fsdp2::fsdp {
+namespace fsdp2::comm {
 namespace {
 
 constexpr uint64_t kSlots = 2;
@@ -25,9 +24,9 @@ struct Posted {
 };
 
 /// In shared memory; numbers of reductions, from 1.
-struct alignas(64) Member {
-  comm::Counter posted;
-  comm::Counter done;
+struct alignas(64) Reducing {
+  Counter posted;
+  Counter done;
   Posted slots[kSlots];
 };
 
@@ -42,7 +41,7 @@ class SharedReductions::Slots {
     return head(ranks) + kSlots * static_cast<size_t>(ranks) * whole_pages(capacity);
   }
 
-  Slots(std::shared_ptr<comm::Presence> presence, std::shared_ptr<comm::SharedMemory> memory)
+  Slots(std::shared_ptr<Presence> presence, std::shared_ptr<SharedMemory> memory)
       : presence_(std::move(presence)),
         memory_(std::move(memory)),
         capacity_((memory_->size() - head(presence_->size())) /
@@ -59,7 +58,7 @@ class SharedReductions::Slots {
   /// What next() gave is filled. Returns the reduction's number.
   uint64_t post(const torch::Tensor& input, SumWork* work) {
     open_.push_back(work);
-    Member& own = member(presence_->rank());
+    Reducing& own = member(presence_->rank());
     Posted& posted = own.slots[number_ % kSlots];
     posted.bytes = input.nbytes();
     posted.dtype = static_cast<uint64_t>(input.scalar_type());
@@ -73,45 +72,44 @@ class SharedReductions::Slots {
   void add(const torch::Tensor& output, bool whole, uint64_t number, int64_t words,
            double divisor) const {
     bool alike = true;
-    const size_t part = output.nbytes();
-    const auto parts_of_input = static_cast<size_t>(whole ? 1 : presence_->size());
+    const size_t part = output.nbytes(), size = output.element_size();
+    const auto parts = static_cast<size_t>(whole ? 1 : presence_->size());
     const size_t offset = whole ? 0 : part * static_cast<size_t>(presence_->rank());
-    std::vector<torch::Tensor> parts;
+    std::vector<const std::byte*> inputs;
     for (int rank = 0; rank < presence_->size(); ++rank) {
       presence_->wait(member(rank).posted, number, rank);
       const Posted& posted = member(rank).slots[number % kSlots];
-      alike = alike && posted.bytes == part * parts_of_input &&
+      alike = alike && posted.bytes == part * parts &&
               posted.dtype == static_cast<uint64_t>(output.scalar_type());
-      parts.push_back(
-          torch::from_blob(place(rank, number) + offset, output.sizes(), output.options()));
+      inputs.push_back(place(rank, number) + offset);
     }
-    if (alike) {
-      add_parts(output.narrow(0, 0, words), parts, 0, 1);
-      add_parts(output.narrow(0, words, output.numel() - words), parts, words, divisor);
-    } else {
-      output.fill_(std::numeric_limits<double>::quiet_NaN());
+    auto* sums = static_cast<std::byte*>(output.mutable_data_ptr());
+    if (!alike) {
+      std::memset(sums, 0xFF, part);  // in every format not a number
+      return;
     }
+    add_up(sums, inputs, words, output.scalar_type());
+    const size_t rest = static_cast<size_t>(words) * size;
+    for (const std::byte*& input : inputs) input += rest;
+    add_up(sums + rest, inputs, output.numel() - words, output.scalar_type(), divisor);
   }
 
   /// This rank is done with it. Others are told of all up to the first that it is not done with.
   void end(const SumWork* work);
 
  private:
-  static size_t head(int ranks) { return whole_pages(static_cast<size_t>(ranks) * sizeof(Member)); }
-  Member& member(int rank) const { return reinterpret_cast<Member*>(memory_->data())[rank]; }
-  static void add_parts(const torch::Tensor& output, std::vector<torch::Tensor> parts, int64_t from,
-                        double divisor) {
-    for (torch::Tensor& part : parts) part = part.narrow(0, from, output.numel());
-    comm::add_up(output, parts, divisor);
+  static size_t head(int ranks) {
+    return whole_pages(static_cast<size_t>(ranks) * sizeof(Reducing));
   }
+  Reducing& member(int rank) const { return reinterpret_cast<Reducing*>(memory_->data())[rank]; }
   std::byte* place(int rank, uint64_t number) const {
     const auto ranks = static_cast<size_t>(presence_->size());
     return memory_->data() + head(presence_->size()) +
            (number % kSlots * ranks + static_cast<size_t>(rank)) * capacity_;
   }
 
-  const std::shared_ptr<comm::Presence> presence_;
-  const std::shared_ptr<comm::SharedMemory> memory_;
+  const std::shared_ptr<Presence> presence_;
+  const std::shared_ptr<SharedMemory> memory_;
   const size_t capacity_;
   uint64_t number_ = 0, posted_ = 0;
   std::deque<SumWork*> open_;  // this rank's, in their order
@@ -133,7 +131,6 @@ class SharedReductions::SumWork final : public c10d::Work {
 
   bool wait(std::chrono::milliseconds) override {
     if (summed_) return true;
-    PlainOps plain;
     slots_->add(output_, whole_, number_, words_, divisor_);
     summed_ = true;
     slots_->end(this);
@@ -152,7 +149,7 @@ class SharedReductions::SumWork final : public c10d::Work {
 
 void SharedReductions::Slots::end(const SumWork* work) {
   std::erase(open_, work);
-  comm::Counter& done = member(presence_->rank()).done;
+  Counter& done = member(presence_->rank()).done;
   const uint64_t up_to = open_.empty() ? posted_ : open_.front()->number() - 1;
   if (done.get() < up_to) done.set(up_to);
 }
@@ -172,7 +169,7 @@ std::byte* SharedReductions::Slots::next() {
 bool SharedReductions::Slots::next_is_free() const {
   if (number_ > posted_) return true;
   for (int rank = 0; rank < presence_->size(); ++rank) {
-    const Member& other = member(rank);
+    const Reducing& other = member(rank);
     if (!open_.empty() && other.posted.get() < posted_) return false;
     const bool own = rank == presence_->rank();
     if (!own && number_ + 1 > kSlots && other.done.get() < number_ + 1 - kSlots) return false;
@@ -180,7 +177,7 @@ bool SharedReductions::Slots::next_is_free() const {
   return true;
 }
 
-SharedReductions::SharedReductions(std::shared_ptr<comm::Presence> presence)
+SharedReductions::SharedReductions(std::shared_ptr<Presence> presence)
     : presence_(std::move(presence)) {}
 
 void SharedReductions::want(size_t bytes) { wanted_ = std::max(wanted_, bytes); }
@@ -189,7 +186,7 @@ void SharedReductions::prepare(const ProcessGroup& group) {
   if (fits(wanted_)) return;
   if (const auto taken = std::exchange(taken_, nullptr)) taken();
   const size_t bytes = Slots::bytes(presence_->size(), wanted_);
-  slots_ = std::make_shared<Slots>(presence_, comm::share_memory(group, bytes, "gradients"));
+  slots_ = std::make_shared<Slots>(presence_, share_memory(group, bytes, "gradients"));
 }
 
 bool SharedReductions::fits(size_t bytes) const { return slots_ && bytes <= slots_->capacity(); }
@@ -200,15 +197,14 @@ torch::Tensor SharedReductions::input_at(std::byte* data, int64_t numel,
 }
 
 torch::Tensor SharedReductions::next_input(int64_t numel, const at::TensorOptions& options) {
-  if (comm::forked_from_a_rank())
-    comm::check_not_forked("a reduction on rank " + std::to_string(get_rank()));
+  if (forked_from_a_rank()) check_not_forked("a reduction on rank " + std::to_string(get_rank()));
   if (const auto taken = std::exchange(taken_, nullptr)) taken();
   return input_at(slots_->next(), numel, options);
 }
 
 torch::Tensor SharedReductions::early_input(int64_t numel, const at::TensorOptions& options,
                                             std::function<void()> taken) {
-  if (taken_ || comm::forked_from_a_rank() || !slots_->next_is_free()) return {};
+  if (taken_ || forked_from_a_rank() || !slots_->next_is_free()) return {};
   taken_ = std::move(taken);
   return input_at(slots_->next(), numel, options);
 }
@@ -216,10 +212,10 @@ torch::Tensor SharedReductions::early_input(int64_t numel, const at::TensorOptio
 Work SharedReductions::start(const torch::Tensor& output, const torch::Tensor& input, int64_t words,
                              double divisor) {
   taken_ = nullptr;
-  comm::count_collective(input.numel() == output.numel() ? &CollectiveCounts::all_reduces
-                                                         : &CollectiveCounts::reduce_scatters,
-                         static_cast<int64_t>(input.nbytes()));
+  count_collective(input.numel() == output.numel() ? &CollectiveCounts::all_reduces
+                                                   : &CollectiveCounts::reduce_scatters,
+                   static_cast<int64_t>(input.nbytes()));
   return c10::make_intrusive<SumWork>(slots_, output, input, words, divisor);
 }
 
-}  // namespace fsdp2::fsdp
+}  // namespace fsdp2::comm
