@@ -28,6 +28,11 @@ c10::intrusive_ptr<c10d::Backend> make_gloo_backend(const BackendOptions& option
 /// ShmRefused (shm_segment.h) on all ranks if one of them cannot share memory.
 c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendOptions& options);
 
+/// For CPU tensors of ranks on several hosts, the host of each in `hosts`: through shared memory
+/// inside each host and gloo between them. Otherwise as make_shm_backend.
+c10::intrusive_ptr<c10d::Backend> make_hosts_backend(const BackendOptions& options,
+                                                     const std::vector<std::string>& hosts);
+
 bool nccl_is_built();
 /// Error if NCCL is not built in. Connects at the first collective.
 c10::intrusive_ptr<c10d::Backend> make_nccl_backend(const BackendOptions& options);

@@ -53,6 +53,7 @@ class ShmBackend final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return engine_->sequence(); }
 
+  std::string break_up(const std::string& why) { return engine_->break_up(why); }
   std::shared_ptr<Presence> presence() const { return engine_->segment().presence(); }
 
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
@@ -494,6 +495,10 @@ c10::intrusive_ptr<c10d::Backend> make_shm_backend(const BackendOptions& options
 std::shared_ptr<Presence> shm_presence(const c10d::Backend& backend) {
   const auto* shm = dynamic_cast<const ShmBackend*>(&backend);
   return shm ? shm->presence() : nullptr;
+}
+
+std::string break_up_shm(c10d::Backend& backend, const std::string& why) {
+  return dynamic_cast<ShmBackend&>(backend).break_up(why);
 }
 
 }  // namespace fsdp2::comm

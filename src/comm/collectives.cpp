@@ -108,7 +108,7 @@ void copy_local(const at::Tensor& output, const at::Tensor& input) {
 
 bool averages(const c10d::Backend& backend) {
   const std::string name = backend.getBackendName();
-  return name == "nccl" || name == "shm";
+  return name == "nccl" || name == "shm" || name == "hosts";
 }
 
 c10d::ReduceOp backend_op(ReduceOp op, const c10d::Backend& backend) {

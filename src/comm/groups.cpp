@@ -1,7 +1,9 @@
 #include "comm/groups.h"
 
 #include "comm/backend.h"
+#include "comm/backend_hosts.h"
 #include "comm/exits.h"
+#include "comm/hosts/places.h"
 #include "comm/rendezvous.h"
 #include "comm/shared_memory.h"
 #include "comm/shm/segment.h"
@@ -25,6 +27,7 @@ namespace {
 constexpr const char* kFake = "fake";
 constexpr const char* kGloo = "gloo";
 constexpr const char* kShm = "shm";
+constexpr const char* kHosts = "hosts";
 
 c10::DeviceType device_type(const std::string& name, const std::string& text) {
   if (name == "cpu") return c10::kCPU;
@@ -82,12 +85,22 @@ std::string hosts_text(const GroupOptions& options) {
   return c10::Join(", ", texts);
 }
 
-/// Over shared memory if all ranks have it, else over gloo; the same on all ranks.
+/// The backend's name, as far as hosts tell; the same on all ranks.
+const char* best_for(const std::vector<std::string>& hosts) {
+  if (on_one_host(hosts)) return kShm;
+  // A rank that may not share memory has chosen gloo.
+  const bool one_is_alone = std::any_of(hosts.begin(), hosts.end(), is_alone);
+  return one_is_alone || !any_share_a_host(hosts) ? kGloo : kHosts;
+}
+
+/// Over shared memory where ranks have it in common, else over gloo; the same on all ranks.
 c10::intrusive_ptr<c10d::Backend> make_best_backend(
     const GroupOptions& group, const std::function<BackendOptions(const char*)>& options) {
-  if (on_one_host(group.hosts)) {
+  const std::string best = best_for(group.hosts);
+  if (best != kGloo) {
     try {
-      return make_shm_backend(options(kShm));
+      return best == kShm ? make_shm_backend(options(kShm))
+                          : make_hosts_backend(options(kHosts), group.hosts);
     } catch (const ShmRefused& error) {
       if (group.rank == 0) {
         TORCH_WARN_ONCE("group '", group.name, "' has no shared memory and uses gloo, which is ",
@@ -112,13 +125,20 @@ DerivedGroups& derived_groups() {
   return *groups;
 }
 
-/// The backends of a group that is there.
+/// The backends for groups like one that is there.
 Backends backends_of(const ProcessGroup& group) {
   Backends backends;
   for (const c10::Device& device : group->getDeviceTypes()) {
-    backends[device.type()] = group->getBackend(device.type())->getBackendName();
+    const std::string name = group->getBackend(device.type())->getBackendName();
+    backends[device.type()] = name == kHosts ? kBest : name;
   }
   return backends;
+}
+
+/// Of a group's ranks, if its backend has to do with them.
+std::vector<std::string> known_hosts(const ProcessGroup& group) {
+  if (!has_backend(group, c10::kCPU)) return {};
+  return hosts_of_backend(*group->getBackend(c10::kCPU));
 }
 
 /// Of ranks of the world; empty if that is not known.
@@ -147,6 +167,8 @@ ProcessGroup derive(const ProcessGroup& group, int size, const std::string& purp
   const std::vector<int> ranks = global_ranks(group);
   options.global_ranks.assign(ranks.begin() + first, ranks.begin() + first + size);
   options.backends = backends;
+  if (const std::vector<std::string> hosts = known_hosts(group); !hosts.empty())
+    options.hosts.assign(hosts.begin() + first, hosts.begin() + first + size);
   options.name = group->getGroupName() + "/" + purpose + block;
   options.timeout =
       group->getBackend(group->getDeviceTypes().front().type())->getBackendOptions()->timeout;

@@ -15,8 +15,8 @@ namespace fsdp2::comm {
 /// The name of the backend for each type of device.
 using Backends = std::map<c10::DeviceType, std::string>;
 
-/// The name of the backend that each group chooses: "shm" where its ranks share a host, else
-/// "gloo".
+/// The name of the backend that each group chooses: "shm" where its ranks share a host, "hosts"
+/// where they are on several and some share one, else "gloo".
 inline constexpr const char* kBest = "";
 
 /// Reads "shm", "gloo", "nccl", "cpu:shm,cuda:nccl" or "fake"; empty gives kBest (gloo where

@@ -159,8 +159,10 @@ std::string why_not_reducible(c10::ScalarType type, Op op) {
                   " cannot be made: it ", why);
 }
 
-void reduce_in_order(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type, Op op) {
-  reduce(output, inputs, bytes, type, op, op == Op::AVG ? static_cast<double>(inputs.size()) : 1);
+void reduce_in_order(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type, Op op,
+                     int64_t ranks) {
+  const double averaged = ranks > 0 ? static_cast<double>(ranks) : static_cast<double>(inputs.size());
+  reduce(output, inputs, bytes, type, op, op == Op::AVG ? averaged : 1);
 }
 
 void add_up(std::byte* out, Inputs parts, int64_t numel, c10::ScalarType type, double divisor) {

@@ -20,9 +20,10 @@ const char* name_of_reduction(c10d::ReduceOp::RedOpType op);
 std::string why_not_reducible(c10::ScalarType type, c10d::ReduceOp::RedOpType op);
 
 /// `output` [bytes] = the reduction of `inputs`, each as long, in their order; it may be one of
-/// them. fp16 and bf16 are added in fp32 and rounded once.
+/// them. fp16 and bf16 are added in fp32 and rounded once. An average is over `ranks`, 0: over the
+/// inputs.
 void reduce_in_order(std::byte* output, c10::ArrayRef<const std::byte*> inputs, int64_t bytes,
-                     c10::ScalarType type, c10d::ReduceOp::RedOpType op);
+                     c10::ScalarType type, c10d::ReduceOp::RedOpType op, int64_t ranks = 0);
 
 /// out = (parts[0] + parts[1] + ...) / divisor, as above, of `numel` numbers. `out` is none of
 /// them.

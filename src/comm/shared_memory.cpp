@@ -23,6 +23,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr const char* kAlone = "/process ";
+
 std::string link_text(const char* path) {
   std::error_code error;
   return std::filesystem::read_symlink(path, error).string();
@@ -88,7 +90,11 @@ std::string host_identity() {
   std::getline(file, boot);
   const std::string host =
       boot + '/' + link_text("/proc/self/ns/pid") + '/' + link_text("/proc/self/ns/net");
-  return may_share_memory() ? host : host + "/process " + std::to_string(::getpid());
+  return may_share_memory() ? host : host + kAlone + std::to_string(::getpid());
+}
+
+bool is_alone(const std::string& host_identity) {
+  return host_identity.find(kAlone) != std::string::npos;
 }
 
 SharedMemory::SharedMemory(int file, size_t bytes) : file_(file), size_(bytes) {

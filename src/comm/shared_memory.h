@@ -20,6 +20,8 @@ bool may_share_memory();
 /// Processes with equal texts can and may share memory: one kernel, one space of process ids, one
 /// network. So containers and network namespaces count as hosts of their own.
 std::string host_identity();
+/// Whether an identity is that of a process which may not share memory with others.
+bool is_alone(const std::string& host_identity);
 
 /// An anonymous file (memfd) that is mapped whole. Nothing of it is left when the last process that
 /// has it ends, however it ends.

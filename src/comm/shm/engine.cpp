@@ -99,10 +99,15 @@ bool ShmEngine::poll() {
 }
 
 void ShmEngine::abort() {
+  break_up(c10::str(segment_->presence()->who(rank_), " has aborted group '",
+                    segment_->presence()->name(), "'"));
+}
+
+std::string ShmEngine::break_up(const std::string& why) {
   Session session(*this);
   session.moved = true;
-  fail(c10::str(segment_->presence()->who(rank_), " has aborted group '",
-                segment_->presence()->name(), "'"));
+  if (broken_.empty()) fail(why);
+  return broken_;
 }
 
 bool ShmEngine::progress() {

@@ -39,6 +39,8 @@ class ShmEngine : public std::enable_shared_from_this<ShmEngine> {
   void wait(ShmWork& work, std::chrono::milliseconds timeout);
   /// Breaks the group.
   void abort();
+  /// The same for a reason. Returns why it is broken: what the first rank to break it has said.
+  std::string break_up(const std::string& why);
 
  private:
   class Session;
