@@ -161,7 +161,8 @@ std::string why_not_reducible(c10::ScalarType type, Op op) {
 
 void reduce_in_order(std::byte* output, Inputs inputs, int64_t bytes, c10::ScalarType type, Op op,
                      int64_t ranks) {
-  const double averaged = ranks > 0 ? static_cast<double>(ranks) : static_cast<double>(inputs.size());
+  const double averaged =
+      ranks > 0 ? static_cast<double>(ranks) : static_cast<double>(inputs.size());
   reduce(output, inputs, bytes, type, op, op == Op::AVG ? averaged : 1);
 }
 

@@ -25,8 +25,7 @@ std::string why_not_reducible(c10::ScalarType type, c10d::ReduceOp::RedOpType op
 void reduce_in_order(std::byte* output, c10::ArrayRef<const std::byte*> inputs, int64_t bytes,
                      c10::ScalarType type, c10d::ReduceOp::RedOpType op, int64_t ranks = 0);
 
-/// out = (parts[0] + parts[1] + ...) / divisor, as above, of `numel` numbers. `out` is none of
-/// them.
+/// out = (parts[0] + parts[1] + ...) / divisor, as above, of `numel` numbers.
 void add_up(std::byte* out, c10::ArrayRef<const std::byte*> parts, int64_t numel,
             c10::ScalarType type, double divisor = 1);
 

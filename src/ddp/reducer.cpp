@@ -1,11 +1,11 @@
 #include "ddp/reducer.h"
 
-#include "comm/counting.h"
 #include "comm/host_presence.h"
-#include "comm/shared_reductions.h"
 #include "comm/trace_range.h"
+#include "ddp/shared_buckets.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/ivalue.h>
 
 #include <algorithm>
 
@@ -27,65 +27,52 @@ size_t bytes_of(double mb) { return std::max<size_t>(1, static_cast<size_t>(mb *
 
 }  // namespace
 
-/// Means over ranks that share memory, in the place of an all-reduce: buckets are copied to where
-/// all see them, and added up by who waits, in rank order.
+/// Means over ranks that share memory, in the place of an all-reduce.
 class Reducer::Means final : public c10d::CommHookInterface {
  public:
-  Means(const ProcessGroup& group, std::shared_ptr<comm::Presence> presence, size_t largest_bucket)
-      : reductions_(std::move(presence)), ranks_(group->getSize()) {
-    reductions_.want(largest_bucket);
-    reductions_.prepare(group);
-  }
+  explicit Means(std::unique_ptr<SharedBuckets> buckets) : buckets_(std::move(buckets)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    const torch::Tensor& buffer = bucket.getBufferRef();
-    torch::Tensor input = next_input(buffer);
-    input.copy_(buffer);
-    auto future =
-        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    started_.push_back({start(buffer, input), buffer, future});
-    return future;
+    started_.push_back({bucket.getBufferRef(), c10::make_intrusive<c10::ivalue::Future>(
+                                                   c10::ListType::create(c10::TensorType::get()))});
+    buckets_->post();
+    return started_.back().future;
   }
   torch::Tensor parseHookResult(const c10::IValue& result) override {
     return c10d::detail::parseCppCommHookResult(result);
   }
 
-  /// What others wait for of this rank, whose backward has failed.
-  void send_zeros(const torch::Tensor& buffer) {
-    torch::Tensor input = next_input(buffer);
-    input.zero_();
-    started_.push_back({start(at::empty_like(buffer), input), {}, {}});
-  }
-
   void wait() {
-    for (const Started& one : std::exchange(started_, {})) {
-      try {
-        one.work->wait();
-        if (one.future) one.future->markCompleted(c10::IValue(std::vector{one.buffer}));
-      } catch (const std::exception&) {
-        if (!one.future) throw;
-        one.future->setError(std::current_exception());
-      }
+    std::exception_ptr failed;
+    try {
+      buckets_->finish();
+    } catch (const std::exception&) {
+      failed = std::current_exception();
     }
+    complete(failed);
+  }
+  void give_up() {
+    buckets_->give_up();
+    complete(nullptr);
   }
 
  private:
   struct Started {
-    Work work;
     torch::Tensor buffer;
     c10::intrusive_ptr<c10::ivalue::Future> future;
   };
 
-  torch::Tensor next_input(const torch::Tensor& buffer) {
-    return reductions_.next_input(buffer.numel(), buffer.options());
-  }
-  Work start(const torch::Tensor& output, const torch::Tensor& input) {
-    const comm::Uncounted uncounted;
-    return reductions_.start(output, input, /*words=*/0, ranks_);
+  void complete(const std::exception_ptr& failed) {
+    for (const Started& one : std::exchange(started_, {})) {
+      if (failed) {
+        one.future->setError(failed);
+      } else {
+        one.future->markCompleted(c10::IValue(std::vector{one.buffer}));
+      }
+    }
   }
 
-  comm::SharedReductions reductions_;
-  const double ranks_;
+  const std::unique_ptr<SharedBuckets> buckets_;
   std::vector<Started> started_;
 };
 
@@ -105,15 +92,13 @@ Reducer::Reducer(const std::vector<torch::Tensor>& parameters, const ProcessGrou
                                   [](const torch::Tensor& one) { return one.is_cpu(); });
   const auto presence = on_cpu ? comm::presence_of(group) : nullptr;
   if (!presence) return;
-  size_t largest = 0;
-  for (const Bucket& bucket : buckets_) largest = std::max(largest, bucket.gradients.nbytes());
-  auto means = std::make_unique<Means>(group, presence, largest);
+  std::vector<torch::Tensor> buckets;
+  buckets.reserve(buckets_.size());
+  for (const Bucket& bucket : buckets_) buckets.push_back(bucket.gradients);
+  auto means =
+      std::make_unique<Means>(std::make_unique<SharedBuckets>(group, presence, std::move(buckets)));
   means_ = means.get();
   register_comm_hook(std::move(means));
-}
-
-void Reducer::wait_for_means() {
-  if (means_) means_->wait();
 }
 
 std::unique_ptr<Reducer> make_reducer(const std::vector<torch::Tensor>& parameters,
@@ -125,7 +110,6 @@ std::unique_ptr<Reducer> make_reducer(const std::vector<torch::Tensor>& paramete
 }
 
 void Reducer::begin() {
-  wait_for_means();
   for (const Work& work : std::exchange(left_behind_, {})) work->wait();
   for (const Bucket& bucket : buckets_) {
     if (bucket.future_work) bucket.future_work->wait();
@@ -138,7 +122,7 @@ void Reducer::begin() {
 
 void Reducer::wait() {
   const comm::TraceRange range("fsdp2::wait replicas");
-  wait_for_means();
+  if (means_) means_->wait();
   for (const Bucket& bucket : buckets_) {
     bucket.future_work->wait();
     if (bucket.future_work->hasError()) std::rethrow_exception(bucket.future_work->exception_ptr());
@@ -152,12 +136,11 @@ void Reducer::send(torch::Tensor tensor) {
 }
 
 void Reducer::abandon() {
-  for (size_t i = next_bucket_; i < buckets_.size(); ++i) {
-    if (means_) {
-      means_->send_zeros(buckets_[i].gradients);
-    } else {
+  if (means_) {
+    means_->give_up();
+  } else {
+    for (size_t i = next_bucket_; i < buckets_.size(); ++i)
       send(torch::zeros_like(buckets_[i].gradients));
-    }
   }
   send(torch::full_like(local_used_map_dev_, kAbandoned));
   reset_state();

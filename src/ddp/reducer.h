@@ -38,7 +38,6 @@ class Reducer : private c10d::Reducer {
   class Means;
 
   void send(torch::Tensor tensor);
-  void wait_for_means();
 
   Means* means_ = nullptr;  // null where ranks do not share memory
   std::vector<Work> left_behind_;
