@@ -82,14 +82,22 @@ at::Tensor scaled(const at::Tensor& tensor, double factor) {
   return factor == 1 ? tensor : tensor * factor;
 }
 
+/// Without autograd. Writes to it are writes to the local part, and count as such.
+at::Tensor alias_of(const at::Tensor& local) {
+  at::AutoDispatchBelowADInplaceOrView guard;
+  at::Tensor alias = local.alias();
+  if (!alias.is_inference() && !local.is_inference()) {
+    torch::autograd::impl::set_version_counter(alias,
+                                               torch::autograd::impl::version_counter(local));
+  }
+  return alias;
+}
+
 }  // namespace
 
 at::Tensor wrap_differentiably(const at::Tensor& local, const SpecPtr& spec,
                                c10::IntArrayRef sizes) {
-  at::Tensor result = [&] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return wrap(local.alias(), spec, sizes);
-  }();
+  at::Tensor result = wrap(alias_of(local), spec, sizes);
   const SpecPtr back = without_partial(spec);
   const std::vector<int64_t> size = sizes.vec();
   return recorded(std::move(result), local, [=](const at::Tensor& grad) {
@@ -99,16 +107,7 @@ at::Tensor wrap_differentiably(const at::Tensor& local, const SpecPtr& spec,
 
 at::Tensor unwrap_differentiably(const at::Tensor& tensor) {
   update(tensor);
-  const at::Tensor& local = local_of(tensor);
-  at::Tensor result = [&] {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return local.alias();
-  }();
-  // Writes to the result are writes to the local part, and count as such.
-  if (!result.is_inference() && !local.is_inference()) {
-    torch::autograd::impl::set_version_counter(result,
-                                               torch::autograd::impl::version_counter(local));
-  }
+  at::Tensor result = alias_of(local_of(tensor));
   const SpecPtr spec = spec_of(tensor);
   const std::vector<int64_t> size = tensor.sizes().vec();
   return recorded(std::move(result), tensor, [=](const at::Tensor& grad) {

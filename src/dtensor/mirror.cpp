@@ -4,6 +4,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
+#include <torch/csrc/autograd/variable.h>
 
 namespace fsdp2::dtensor {
 namespace {
@@ -53,21 +54,28 @@ void view_of_whole(Call& call, c10::IntArrayRef sizes) {
 }
 
 void update(Mirror& mirror) {
-  TORCH_CHECK(mirror.version == version_of(local_of(mirror.base)),
-              "a view of elements that lie on several ranks, of a DTensor of size ",
-              mirror.base.sizes(),
-              ", was taken before to_local() of it was written: take the view after that");
   const int64_t writes = *impl_of(mirror.base)->writes;
-  if (mirror.seen == writes) return;
+  const int64_t version = version_of(local_of(mirror.base));
+  if (mirror.seen == writes) {
+    TORCH_CHECK(mirror.version == version,
+                "a view of elements that lie on several ranks, of a DTensor of size ",
+                mirror.base.sizes(),
+                ", was taken before to_local() of it was written: take the view after that");
+    return;
+  }
   const at::AutoDispatchBelowADInplaceOrView guard;
   mirror.whole.copy_(whole_now(mirror.base));
   mirror.seen = writes;
+  mirror.version = version;
 }
 
 void write_back(Mirror& mirror) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  local_of(mirror.base).copy_(part_of(mirror.whole, *spec_of(mirror.base)));
+  const at::Tensor& local = local_of(mirror.base);
+  local.copy_(part_of(mirror.whole, *spec_of(mirror.base)));
+  if (!local.is_inference()) torch::autograd::impl::bump_version(local);
   mirror.seen = *impl_of(mirror.base)->writes;
+  mirror.version = version_of(local);
 }
 
 void check_writable(const Mirror& mirror) {

@@ -14,7 +14,7 @@ struct Mirror {
   at::Tensor base;  // an alias of the tensor that is seen
   at::Tensor whole;
   int64_t seen = 0;     // the writes to `base` that `whole` shows
-  int64_t version = 0;  // of its local part, which writes around ops change
+  int64_t version = 0;  // of its local part then
 };
 
 /// Runs a view op on the whole of its first argument; results are Replicate.
@@ -22,8 +22,8 @@ void view_of_whole(Call& call);
 /// The same for a view of this size.
 void view_of_whole(Call& call, c10::IntArrayRef sizes);
 
-/// Before an op reads or writes any view of it. Error if the tensor was written around ops, through
-/// to_local(): other ranks need not know.
+/// Before an op reads or writes any view of it. Error if the tensor was written around its ops
+/// since the last of them, through to_local(): other ranks need not know.
 void update(Mirror& mirror);
 /// After an op wrote to a view of it.
 void write_back(Mirror& mirror);

@@ -130,6 +130,8 @@ at::Tensor wrap_alias(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes,
 void announce_write(const at::Tensor& tensor) {
   DTensorImpl* impl = impl_of(tensor);
   if (impl->mirror) check_writable(*impl->mirror);
+  // DTensors that were made around the same local part know nothing of each other.
+  if (!impl->local.is_inference()) torch::autograd::impl::bump_version(impl->local);
   if (auto observer = impl->observer.lock()) observer->before_write();
   ++*impl->writes;
   if (impl->finished) impl->finished->value.reset();

@@ -47,7 +47,7 @@ inline DTensorImpl* impl_of(const at::Tensor& tensor) {
   return static_cast<DTensorImpl*>(tensor.unsafeGetTensorImpl());
 }
 inline const at::Tensor& local_of(const at::Tensor& tensor) { return impl_of(tensor)->local; }
-/// What writes around DTensor ops change, through to_local().
+/// What every write to a local part changes, also one around DTensor ops, through to_local().
 inline int64_t version_of(const at::Tensor& local) {
   return local.is_inference() ? 0 : static_cast<int64_t>(local._version());
 }

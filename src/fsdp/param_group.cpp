@@ -261,14 +261,14 @@ void ParamGroup::check_member(size_t index) const {
 void ParamGroup::notice_local_writes() {
   for (size_t i = 0; i < params_.size(); ++i) {
     const torch::Tensor& local = local_part(params_[i].shard);
-    if (local.is_inference() || local._version() == params_[i].local_version) continue;
-    params_[i].local_version = local._version();
-    before_write(i);
+    if (!local.is_inference() && local._version() != params_[i].local_version) before_write(i);
   }
 }
 
 void ParamGroup::before_write(size_t index) {
   ++generation_;
+  const torch::Tensor& local = local_part(params_[index].shard);
+  if (!local.is_inference()) params_[index].local_version = local._version();
   params_[index].uninitialised = false;
   if (torch::Tensor member = params_[index].lock_member(); member.defined()) {
     torch::autograd::impl::bump_version(member);

@@ -168,6 +168,12 @@ TEST(Views, SayWhatTheyCannotDo) {
     const Tensor early = parts[0];
     DTensor(parts).to_local().add_(1);
     EXPECT_THAT(error_of([&] { early.sum(); }), HasSubstr("to_local()"));
+    const Tensor later = parts[0];
+    DTensor::from_local(DTensor(parts).to_local(), mesh, {Shard(0)}, std::vector<int64_t>{5, 2})
+        .mul_(1);
+    EXPECT_THAT(error_of([&] { later.sum(); }), HasSubstr("to_local()"));
+    parts.add_(0);
+    EXPECT_EQ(difference(full(later), torch::full({2}, 2.0)), 0);
     EXPECT_EQ(difference(full(parts[0]), torch::full({2}, 2.0)), 0);
     const Tensor partial =
         DTensor::from_local(torch::ones({4}), mesh, {Partial()}, std::vector<int64_t>{4});

@@ -3,6 +3,8 @@
 #include "support/ranks.h"
 #include "support/twins.h"
 
+#include <fsdp2/activation_checkpoint.h>
+
 namespace fsdp2::testing::stale_bytes {
 namespace {
 
@@ -94,6 +96,34 @@ TEST_P(StaleBytes, EveryWayToWriteAShardIsSeen) {
         twins.backward(loss);
         twins.expect_same(1e-4);
       }
+    }
+  });
+}
+
+TEST_P(StaleBytes, WritesBeforeBackwardRunsForwardAgain) {
+  const auto checkpointed = [](TwoLinear& module, int rank) {
+    return checkpoint([&module](const Tensor& x) { return module->forward(x); }, input(rank))
+        .pow(2)
+        .mean();
+  };
+  on_ranks(GetParam(), [&](int) {
+    for (const auto& [name, write] : writes()) {
+      SCOPED_TRACE(name);
+      Twins<TwoLinear> twins;
+      wrap_layers(twins.sharded, true);
+      // Written when all of forward has run, so it is the second run that sees it.
+      const auto write_both = [&, write = write] {
+        torch::NoGradGuard no_grad;
+        for (auto* module : twins.both()) write((*module)->named_parameters()["a.weight"]);
+      };
+      Tensor plain = torch::zeros({});
+      for (int rank = 0; rank < get_world_size(); ++rank)
+        plain = plain + checkpointed(twins.plain, rank);
+      const Tensor ours = checkpointed(twins.sharded, get_rank());
+      write_both();
+      (plain / get_world_size()).backward();
+      ours.backward();
+      twins.expect_same(1e-4);
     }
   });
 }
