@@ -41,7 +41,9 @@ class HostsBackend final : public c10d::Backend {
     options_->timeout = timeout;
     if (const auto gloo = network_->gloo()) gloo->getBackendOptions()->timeout = timeout;
   }
-  void abort() override { queue_->fail("group '" + options_->group_name + "' was aborted"); }
+  void abort() override {
+    queue_->fail(c10::str("rank ", own_rank(), " has aborted group '", options_->group_name, "'"));
+  }
   void shutdown() override { queue_->stop(); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return queue_->started(); }
@@ -166,11 +168,12 @@ class HostsBackend final : public c10d::Backend {
                 std::chrono::milliseconds timeout, const at::Tensor& result,
                 std::function<void(const HostsCall&)> run) {
     HostsCall call;
-    call.text =
+    call.what =
         c10::str(name, " of ", input.nbytes(), " bytes",
                  op ? c10::str(" (", name_of_reduction(op->op_), " of ", input.scalar_type(), ")")
-                    : std::string(),
-                 " of group '", options_->group_name, "'");
+                    : std::string());
+    call.group = options_->group_name;
+    call.rank = own_rank();
     call.timeout = timeout.count() > 0 ? timeout : options_->timeout;
     auto work =
         c10::make_intrusive<HostsWork>(queue_, std::move(call), Tensors{result}, std::move(run));
@@ -193,6 +196,10 @@ class HostsBackend final : public c10d::Backend {
     TORCH_CHECK(large.numel() == small.numel() * size_, "hosts: ", name, " in group '",
                 options_->group_name, "': tensors of ", large.numel(), " and ", small.numel(),
                 " elements for ", size_, " ranks");
+  }
+  /// Of the world.
+  int own_rank() const {
+    return static_cast<int>(options_->global_ranks_in_group[static_cast<size_t>(rank_)]);
   }
   static void check_op(const at::Tensor& tensor, const c10d::ReduceOp& op) {
     const std::string why = why_not_reducible(tensor.scalar_type(), op.op_);

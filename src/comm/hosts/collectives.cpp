@@ -71,10 +71,10 @@ void HostsCollectives::gather(const Tensors& outputs, const at::Tensor& input,
   const auto output_of = [&](int rank) { return outputs[static_cast<size_t>(rank)]; };
   std::vector<Message> received, sent;
   for (const int other : own_carried())
-    received.push_back(network_->receive(other, output_of(other)));
+    received.push_back(network_->receive(other, output_of(other), call));
   for (size_t host = 0; host < places_->members.size(); ++host) {
     if (host != places_->host)
-      sent.push_back(network_->send(places_->carrier(host, places_->rank), input));
+      sent.push_back(network_->send(places_->carrier(host, places_->rank), input, call));
   }
   // In each round every mate gives the others one share: first its own, then those that it carries.
   const at::Tensor nothing = new_flat(input.numel(), input.scalar_type());
@@ -98,14 +98,15 @@ void HostsCollectives::gather(const Tensors& outputs, const at::Tensor& input,
   wait_all(sent, call);
 }
 
-std::vector<HostsNetwork::Message> HostsCollectives::receive_from_carriers(const at::Tensor& like,
-                                                                           Tensors& by_host) const {
+std::vector<HostsNetwork::Message> HostsCollectives::receive_from_carriers(
+    const at::Tensor& like, Tensors& by_host, const HostsCall& call) const {
   std::vector<Message> messages;
   by_host.resize(places_->members.size());
   for (size_t host = 0; host < by_host.size(); ++host) {
     if (host == places_->host) continue;
     by_host[host] = new_flat(like.numel(), like.scalar_type());
-    messages.push_back(network_->receive(places_->carrier(host, places_->rank), by_host[host]));
+    messages.push_back(
+        network_->receive(places_->carrier(host, places_->rank), by_host[host], call));
   }
   return messages;
 }
@@ -133,7 +134,7 @@ void HostsCollectives::scatter(const at::Tensor& output, const Tensors& inputs,
                                const c10d::ReduceOp& op, const HostsCall& call) const {
   const auto input_for = [&](int rank) { return inputs[static_cast<size_t>(rank)]; };
   Tensors by_host;
-  const std::vector<Message> received = receive_from_carriers(output, by_host);
+  const std::vector<Message> received = receive_from_carriers(output, by_host, call);
   // In each round every mate gets this host's sum of one share: its own first, then one for each
   // rank that it carries.
   const size_t rounds = output.numel() > 0 ? places_->most_carried + 1 : 1;
@@ -157,7 +158,7 @@ void HostsCollectives::scatter(const at::Tensor& output, const Tensors& inputs,
   for (size_t round = 0; round < rounds; ++round) {
     works[round]->wait(call.left());
     if (round > 0 && round <= own_carried().size())
-      sent.push_back(network_->send(own_carried()[round - 1], sums[round]));
+      sent.push_back(network_->send(own_carried()[round - 1], sums[round], call));
   }
   by_host[places_->host] = sums[0];
   wait_all(received, call);
@@ -201,14 +202,14 @@ void HostsCollectives::all_reduce(const at::Tensor& tensor, const c10d::ReduceOp
 void HostsCollectives::all_reduce_whole(const at::Tensor& tensor, const c10d::ReduceOp& op,
                                         const HostsCall& call) const {
   Tensors by_host;
-  const std::vector<Message> received = receive_from_carriers(tensor, by_host);
+  const std::vector<Message> received = receive_from_carriers(tensor, by_host, call);
   const at::Tensor sum = elements(tensor, 0, tensor.numel());
   Tensors tensors = {sum};
   c10d::AllreduceOptions options;
   options.reduceOp = within_host(op);
   shm_->allreduce(tensors, options)->wait(call.left());
   std::vector<Message> sent;
-  for (const int other : own_carried()) sent.push_back(network_->send(other, sum));
+  for (const int other : own_carried()) sent.push_back(network_->send(other, sum, call));
   by_host[places_->host] = sum;
   wait_all(received, call);
   // The result takes the place of what is sent.

@@ -45,7 +45,8 @@ class HostsCollectives {
                         const HostsCall& call) const;
   /// Starts to receive for each other host the tensor of `like`'s size that comes from the mate
   /// there that carries this rank. `by_host` gets them, and nothing at this host's place.
-  std::vector<Message> receive_from_carriers(const at::Tensor& like, Tensors& by_host) const;
+  std::vector<Message> receive_from_carriers(const at::Tensor& like, Tensors& by_host,
+                                             const HostsCall& call) const;
   /// What comes from the hosts, reduced in their order.
   void reduce_hosts(const at::Tensor& output, const Tensors& by_host,
                     const c10d::ReduceOp& op) const;

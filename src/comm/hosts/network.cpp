@@ -11,8 +11,16 @@
 namespace fsdp2::comm {
 namespace {
 
-// Several, as gloo spreads tags over its network interfaces.
-constexpr int kHostsTags = 64;
+// As many as a tag of gloo can have.
+constexpr uint64_t kHostsTags = uint64_t{1} << 30;
+
+/// FNV-1a, the same in every build.
+uint64_t digest_of(const HostsCall& call) {
+  uint64_t digest = 0xcbf29ce484222325;
+  for (const char c : call.what + ' ' + std::to_string(call.number))
+    digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return digest ^ digest >> 32;
+}
 
 [[noreturn]] void throw_network_error(const std::string& text) {
   throw PeerError({__func__, __FILE__, __LINE__}, text);
@@ -30,8 +38,11 @@ HostsNetwork::HostsNetwork(c10::intrusive_ptr<c10d::Backend> gloo,
                            std::shared_ptr<const HostPlaces> places, std::vector<int> global_ranks)
     : places_(std::move(places)), global_ranks_(std::move(global_ranks)), gloo_(std::move(gloo)) {}
 
-int HostsNetwork::tag(int peer) const {
-  return kFirstHostsTag + (places_->rank + peer) % kHostsTags;
+// The call is in it, as gloo ends the process where a message is longer than was expected. The
+// ranks are, as gloo spreads tags over its network interfaces.
+int HostsNetwork::tag(int peer, const HostsCall& call) const {
+  const auto ranks = static_cast<uint64_t>(places_->rank + peer);
+  return kFirstHostsTag + static_cast<int>((digest_of(call) + ranks) % kHostsTags);
 }
 
 HostsNetwork::Message HostsNetwork::remember(int peer, bool sends,
@@ -40,20 +51,21 @@ HostsNetwork::Message HostsNetwork::remember(int peer, bool sends,
   return {std::move(work), peer, sends};
 }
 
-HostsNetwork::Message HostsNetwork::send(int to, const at::Tensor& tensor) {
+HostsNetwork::Message HostsNetwork::send(int to, const at::Tensor& tensor, const HostsCall& call) {
   if (tensor.numel() == 0) return {nullptr, to, true};
   std::vector<at::Tensor> tensors = {tensor};
   const std::lock_guard lock(mutex_);
   check_open();
-  return remember(to, true, gloo_->send(tensors, to, tag(to)));
+  return remember(to, true, gloo_->send(tensors, to, tag(to, call)));
 }
 
-HostsNetwork::Message HostsNetwork::receive(int from, const at::Tensor& tensor) {
+HostsNetwork::Message HostsNetwork::receive(int from, const at::Tensor& tensor,
+                                            const HostsCall& call) {
   if (tensor.numel() == 0) return {nullptr, from, false};
   std::vector<at::Tensor> tensors = {tensor};
   const std::lock_guard lock(mutex_);
   check_open();
-  return remember(from, false, gloo_->recv(tensors, from, tag(from)));
+  return remember(from, false, gloo_->recv(tensors, from, tag(from, call)));
 }
 
 void HostsNetwork::wait(const Message& message, const HostsCall& call) {
@@ -75,11 +87,12 @@ void HostsNetwork::wait(const Message& message, const HostsCall& call) {
   const int own = global_ranks_[static_cast<size_t>(places_->rank)];
   if (call.deadline <= std::chrono::steady_clock::now()) {
     throw_network_error(c10::str("rank ", own, " timed out: it waited ",
-                                 duration_text(call.timeout), " for ", who, " in ", call.text,
-                                 "; not called there, or too slow, or waiting for another"));
+                                 duration_text(call.timeout), " for ", who, " in ", call.text(),
+                                 ", which has not called it, or called something else instead, or "
+                                 "is too slow, or waits for another rank"));
   }
   throw_network_error(c10::str("rank ", own, " has lost ", who, ", which has ended or failed, in ",
-                               call.text, ". The cause: ", reason));
+                               call.text(), ". The cause: ", reason));
 }
 
 c10::intrusive_ptr<c10d::Backend> HostsNetwork::gloo() {

@@ -8,6 +8,7 @@
 #include <torch/types.h>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -15,18 +16,23 @@
 
 namespace fsdp2::comm {
 
-/// One collective, for its errors, and until when it may take.
+/// One collective: what all ranks are to say of it alike, and until when it may take.
 struct HostsCall {
-  std::string text;  // "all_gather of 64 bytes of group 'world'"
+  std::string what;   // "all_gather of 64 bytes"
+  std::string group;  // its name
+  int rank = -1;      // this one, of the world
+  uint64_t number = 0;
   std::chrono::milliseconds timeout{};
   std::chrono::steady_clock::time_point deadline;
 
+  /// For people.
+  std::string text() const { return what + " of group '" + group + "'"; }
   /// Until the deadline, and some time more if asked; at least 1 ms.
   std::chrono::milliseconds left(std::chrono::milliseconds more = {}) const;
 };
 
 /// Tags from here on are the messages' own; others of the gloo group are its users'.
-constexpr int kFirstHostsTag = 0x7fffff00;
+constexpr int kFirstHostsTag = 0x40000000;
 
 /// One thread at a time sends and receives; the rest is thread-safe.
 class HostsNetwork {
@@ -40,10 +46,10 @@ class HostsNetwork {
     int peer = -1;
     bool sends = false;
   };
-  /// Messages of two ranks come in the order in which they were sent. Tensors are flat; they are
-  /// kept until the wait is over.
-  Message send(int to, const at::Tensor& tensor);
-  Message receive(int from, const at::Tensor& tensor);
+  /// Messages of two ranks in one call come in the order in which they were sent; those of calls
+  /// that differ do not come. Tensors are flat; they are kept until the wait is over.
+  Message send(int to, const at::Tensor& tensor, const HostsCall& call);
+  Message receive(int from, const at::Tensor& tensor, const HostsCall& call);
   /// Blocks. PeerError that names the peer if it fails, or the call's deadline has passed.
   void wait(const Message& message, const HostsCall& call);
 
@@ -65,7 +71,7 @@ class HostsNetwork {
 
  private:
   Message remember(int peer, bool sends, c10::intrusive_ptr<c10d::Work> work);
-  int tag(int peer) const;
+  int tag(int peer, const HostsCall& call) const;
   void check_open() const;  // needs the mutex
 
   const std::shared_ptr<const HostPlaces> places_;

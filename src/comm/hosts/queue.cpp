@@ -29,8 +29,8 @@ bool HostsWork::wait(std::chrono::milliseconds limit) {
     const bool in_time = cv_.wait_for(lock, limit, [&] { return completed_; });
     lock.unlock();
     if (!in_time) {
-      queue_->fail(
-          c10::str("timed out: ", call_.text, " was not over after ", duration_text(limit)));
+      queue_->fail(c10::str("rank ", call_.rank, " timed out: ", call_.text(),
+                            " was not over after ", duration_text(limit)));
     }
   }
   return Work::wait(kNoTimeout);
@@ -41,7 +41,9 @@ bool HostsWork::isSuccess() const {
   return completed_ && !exception_;
 }
 
-void HostsWork::abort() { queue_->fail(call_.text + " was aborted"); }
+void HostsWork::abort() {
+  queue_->fail(c10::str("rank ", call_.rank, " has aborted ", call_.text()));
+}
 
 c10::intrusive_ptr<c10::ivalue::Future> HostsWork::getFuture() {
   c10::intrusive_ptr<c10::ivalue::Future> future;
@@ -83,8 +85,12 @@ void HostsQueue::start(c10::intrusive_ptr<HostsWork> work) {
   const std::lock_guard lock(mutex_);
   if (!broken_.empty()) std::rethrow_exception(queue_error(broken_));
   if (stopping_) std::rethrow_exception(queue_error("the group was left"));
-  work->sequence_ = started_++;
+  work->call_.number = started_++;
   works_.push_back(std::move(work));
+  wake();
+}
+
+void HostsQueue::wake() {
   if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->run(); });
   changed_.notify_one();
 }
@@ -102,7 +108,9 @@ void HostsQueue::drain() {
 void HostsQueue::fail(const std::string& why) {
   const std::string first = break_up_(why);
   const std::lock_guard lock(mutex_);
-  if (broken_.empty()) broken_ = first;
+  if (!broken_.empty()) return;
+  broken_ = first;
+  if (!stopping_) wake();
 }
 
 std::string HostsQueue::attempt(HostsWork& work) {
@@ -125,8 +133,15 @@ void HostsQueue::run() {
   bool clean = true;
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return stopping_ || !works_.empty(); });
-    if (works_.empty()) return;
+    changed_.wait(lock,
+                  [&] { return stopping_ || !works_.empty() || (clean && !broken_.empty()); });
+    if (works_.empty()) {
+      if (broken_.empty() || !std::exchange(clean, false)) return;
+      lock.unlock();
+      clean_up_();
+      lock.lock();
+      continue;
+    }
     c10::intrusive_ptr<HostsWork> work = std::move(works_.front());
     works_.pop_front();
     running_ = true;
@@ -136,10 +151,6 @@ void HostsQueue::run() {
     lock.lock();
     running_ = false;
     if (works_.empty()) idle_.notify_all();
-    if (broken_.empty() || !works_.empty() || !std::exchange(clean, false)) continue;
-    lock.unlock();
-    clean_up_();
-    lock.lock();
   }
 }
 

@@ -33,7 +33,7 @@ class HostsWork final : public c10d::Work {
   bool isSuccess() const override;
   std::vector<at::Tensor> result() override { return results_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override { return sequence_; }
+  uint64_t getSequencenumber() const override { return call_.number; }
   void abort() override;
 
  private:
@@ -47,7 +47,6 @@ class HostsWork final : public c10d::Work {
   HostsCall call_;
   const std::vector<at::Tensor> results_;
   std::function<void(const HostsCall&)> run_;
-  uint64_t sequence_ = 0;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   bool told_ = false;
 };
@@ -70,6 +69,7 @@ class HostsQueue : public std::enable_shared_from_this<HostsQueue> {
   void stop();
 
  private:
+  void wake();  // needs the mutex
   void run();
   /// Does the work; returns why it failed.
   std::string attempt(HostsWork& work);
