@@ -1,6 +1,7 @@
 // How works of backend "shm" are driven: by waits, polls, later calls and futures, in any order
 // over several groups and threads; messages between two ranks; and random programs.
 
+#include "support/collective_checks.h"
 #include "support/errors.h"
 #include "support/fuzz.h"
 #include "support/shm_ranks.h"
@@ -29,19 +30,6 @@ c10::intrusive_ptr<c10d::Backend> backend_of(const ProcessGroup& group) {
 
 // Many times what the shared memory holds.
 constexpr int64_t kLarge = 3'000'001;
-
-struct Sum {
-  Tensors tensors;
-  Work work;
-
-  Sum(const ProcessGroup& group, int64_t size)
-      : tensors{torch::full({size}, group->getRank() + 1.0)},
-        work(backend_of(group)->allreduce(tensors)) {}
-  void expect_right(const ProcessGroup& group) const {
-    const int ranks = group->getSize();
-    EXPECT_TRUE(tensors[0].equal(torch::full_like(tensors[0], ranks * (ranks + 1) / 2.0)));
-  }
-};
 
 class ShmWorks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmWorks, ::testing::Values(2, 3, 4));

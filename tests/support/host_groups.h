@@ -3,6 +3,8 @@
 // Groups of ranks that are taken to be on several hosts.
 
 #include "comm/groups.h"
+#include "comm/world.h"
+#include "support/shm_ranks.h"
 
 #include <fsdp2/process_group.h>
 
@@ -40,6 +42,20 @@ inline ProcessGroup group_on(const Hosts& hosts, const std::string& backend, con
 
 inline std::string backend_name(const ProcessGroup& group) {
   return group->getBackend(c10::kCPU)->getBackendName();
+}
+
+/// on_ranks in a world whose ranks are taken to be on `hosts`, and so are those of groups and
+/// meshes that are made in it.
+inline void on_hosts(const Hosts& hosts, const std::function<void(int rank)>& body,
+                     std::chrono::seconds limit = std::chrono::seconds(60)) {
+  on_shm_ranks(
+      static_cast<int>(hosts.size()),
+      [&](int rank) {
+        comm::world().hosts = hosts;
+        comm::world().group = group_on(hosts, comm::kBest, "on hosts", limit / 2);
+        body(rank);
+      },
+      limit);
 }
 
 }  // namespace fsdp2::testing
