@@ -3,6 +3,7 @@
 #include "comm/groups.h"
 #include "comm/host_presence.h"
 #include "support/errors.h"
+#include "support/host_groups.h"
 #include "support/ranks.h"
 
 #include <fsdp2/collectives.h>
@@ -10,7 +11,6 @@
 #include <fsdp2/process_group.h>
 
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/torch.h>
 
 #include <cerrno>
@@ -20,7 +20,6 @@
 #include <gtest/gtest.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
-#include <numeric>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -32,10 +31,6 @@ using namespace std::chrono_literals;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string name_of(const ProcessGroup& group) {
-  return group->getBackend(c10::kCPU)->getBackendName();
-}
-
 void expect_works(const ProcessGroup& group) {
   const torch::Tensor ones = torch::ones({3});
   wait(all_reduce(ones, ReduceOp::kSum, group));
@@ -45,13 +40,13 @@ void expect_works(const ProcessGroup& group) {
 TEST(ShmChoice, IsTheDefaultOnOneHostAndForWhatComesFromIt) {
   unsetenv("FSDP2_SHARED_MEMORY");
   on_ranks(4, [](int rank) {
-    EXPECT_EQ(name_of(world_group()), "shm");
-    EXPECT_EQ(name_of(new_group({0, 1, 2, 3})), "shm");
-    EXPECT_EQ(name_of(comm::second_group(world_group())), "shm");
-    EXPECT_EQ(name_of(comm::neighbour_group(world_group(), 2)), "shm");
-    EXPECT_EQ(name_of(comm::host_group(world_group())), "gloo");
+    EXPECT_EQ(backend_name(world_group()), "shm");
+    EXPECT_EQ(backend_name(new_group({0, 1, 2, 3})), "shm");
+    EXPECT_EQ(backend_name(comm::second_group(world_group())), "shm");
+    EXPECT_EQ(backend_name(comm::neighbour_group(world_group(), 2)), "shm");
+    EXPECT_EQ(backend_name(comm::host_group(world_group())), "gloo");
     const DeviceMesh mesh = init_device_mesh("cpu", {2, 2}, {"a", "b"});
-    EXPECT_EQ(name_of(mesh.get_group(0)), "shm");
+    EXPECT_EQ(backend_name(mesh.get_group(0)), "shm");
     const auto presence = comm::presence_of(mesh.get_group(1));
     ASSERT_NE(presence, nullptr);
     EXPECT_EQ(presence->size(), 2);
@@ -63,8 +58,8 @@ TEST(ShmChoice, IsTheDefaultOnOneHostAndForWhatComesFromIt) {
 TEST(ShmChoice, GlooWhereMemoryMayNotBeShared) {
   setenv("FSDP2_SHARED_MEMORY", "off", 1);
   on_ranks(2, [](int) {
-    EXPECT_EQ(name_of(world_group()), "gloo");
-    EXPECT_EQ(name_of(comm::second_group(world_group())), "gloo");
+    EXPECT_EQ(backend_name(world_group()), "gloo");
+    EXPECT_EQ(backend_name(comm::second_group(world_group())), "gloo");
     EXPECT_EQ(comm::presence_of(world_group()), nullptr);
     expect_works(world_group());
   });
@@ -87,38 +82,27 @@ TEST(ShmChoice, GlooForAllWhereOneMayNotShareMemory) {
     options.store = c10::make_intrusive<c10d::FileStore>(path, 3);
     options.timeout = 20s;
     init_process_group(options);
-    EXPECT_EQ(name_of(world_group()), "gloo");
+    EXPECT_EQ(backend_name(world_group()), "gloo");
     expect_works(world_group());
     const ProcessGroup with_it = new_group({0, 1}), without_it = new_group({0, 2});
-    EXPECT_EQ(with_it ? name_of(with_it) : "none", rank == 2 ? "none" : "gloo");
-    EXPECT_EQ(without_it ? name_of(without_it) : "none", rank == 1 ? "none" : "shm");
+    EXPECT_EQ(with_it ? backend_name(with_it) : "none", rank == 2 ? "none" : "gloo");
+    EXPECT_EQ(without_it ? backend_name(without_it) : "none", rank == 1 ? "none" : "shm");
     destroy_process_group();
   });
   unlink(path.c_str());
 }
 
-/// A group of the world's ranks as if they were on `hosts`.
-ProcessGroup group_on(const std::vector<std::string>& hosts, const std::string& backend,
-                      const std::string& key) {
-  comm::GroupOptions options;
-  options.store = c10::make_intrusive<c10d::PrefixStore>(key, world_group()->getStore());
-  options.rank = get_rank();
-  options.global_ranks.resize(hosts.size());
-  std::iota(options.global_ranks.begin(), options.global_ranks.end(), 0);
-  options.backends = {{c10::kCPU, backend}};
-  options.hosts = hosts;
-  options.name = key;
-  options.timeout = 20s;
-  return comm::make_group(options);
-}
-
-TEST(ShmChoice, SeveralHostsGetGloo) {
+TEST(ShmChoice, SeveralHostsGetSharedMemoryInsideEachAndGlooBetween) {
   on_ranks(3, [](int) {
-    const ProcessGroup apart = group_on({"a/1", "b/2", "a/1"}, comm::kBest, "apart");
-    EXPECT_EQ(name_of(apart), "gloo");
+    const ProcessGroup mixed = group_on({"a/1", "b/2", "a/1"}, comm::kBest, "mixed");
+    EXPECT_EQ(backend_name(mixed), "hosts");
+    expect_works(mixed);
+    EXPECT_EQ(backend_name(comm::second_group(mixed)), "hosts");
+    const ProcessGroup apart = group_on({"a/1", "b/2", "c/3"}, comm::kBest, "apart");
+    EXPECT_EQ(backend_name(apart), "gloo");
     expect_works(apart);
-    EXPECT_EQ(name_of(group_on({"a/1", "a/1", "a/1"}, comm::kBest, "together")), "shm");
-    EXPECT_EQ(name_of(group_on({"a/1", "a/1", "a/1"}, "gloo", "asked")), "gloo");
+    EXPECT_EQ(backend_name(group_on({"a/1", "a/1", "a/1"}, comm::kBest, "together")), "shm");
+    EXPECT_EQ(backend_name(group_on({"a/1", "a/1", "a/1"}, "gloo", "asked")), "gloo");
     EXPECT_THAT(
         error_of([] { group_on({"a/1", "b/2", "a/1"}, "shm", "refused"); }),
         AllOf(HasSubstr("'refused'"), HasSubstr("a: {0, 2}, b: {1}"), HasSubstr("use 'gloo'")));
@@ -144,7 +128,7 @@ TEST(ShmChoice, WhereMemoryCannotBeSharedAllRanksGetGlooAndAreTold) {
     ::testing::internal::CaptureStderr();
     const ProcessGroup group = new_group({0, 1, 2}, "barred");
     const std::string said = ::testing::internal::GetCapturedStderr();
-    EXPECT_EQ(name_of(group), "gloo");
+    EXPECT_EQ(backend_name(group), "gloo");
     expect_works(group);
     if (rank == 0) {
       EXPECT_THAT(said, AllOf(HasSubstr("group 'barred'"), HasSubstr("uses gloo"),
@@ -153,7 +137,7 @@ TEST(ShmChoice, WhereMemoryCannotBeSharedAllRanksGetGlooAndAreTold) {
       EXPECT_EQ(said, "");
     }
     // Another rank creates the memory of this one, which it can.
-    EXPECT_EQ(name_of(new_group({1, 0, 2})), "shm");
+    EXPECT_EQ(backend_name(new_group({1, 0, 2})), "shm");
     EXPECT_THAT(error_of([] { group_on({"a", "a", "a"}, "shm", "asked"); }),
                 AllOf(HasSubstr("could not connect group 'asked' over shm"),
                       HasSubstr("rank 0: cannot create shared memory"), HasSubstr("use 'gloo'")));
