@@ -24,12 +24,13 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 struct InitOptions {
   /// "shm" (CPU only; ranks of one host, through memory that they share), "gloo" (CPU only), "nccl"
   /// (CUDA only) or a backend for each type of device: "cpu:shm,cuda:nccl". Empty picks for CPU,
-  /// for each group, shm where its ranks are on one host and can share memory, else gloo, and
-  /// always gloo with FSDP2_SHARED_MEMORY=off in the environment; for CUDA nccl, where it is built
-  /// and there is a device. "fake" plays `rank` of `world_size`, both of which must be given here,
-  /// in this process alone: nothing is sent, and every collective is done at once, as if each rank
-  /// had passed what this one passes (a sum is the own value times the number of ranks; what
-  /// another rank would broadcast or scatter leaves the output as it is). On CPU and meta tensors.
+  /// for each group, shm where its ranks are on one host and can share memory; "hosts", which is
+  /// shm inside each host and gloo between them, where only some are; else gloo, and always gloo
+  /// with FSDP2_SHARED_MEMORY=off in the environment; for CUDA nccl, where it is built and there is
+  /// a device. "fake" plays `rank` of `world_size`, both of which must be given here, in this
+  /// process alone: nothing is sent, and every collective is done at once, as if each rank had
+  /// passed what this one passes (a sum is the own value times the number of ranks; what another
+  /// rank would broadcast or scatter leaves the output as it is). On CPU and meta tensors.
   std::string backend{};
   std::optional<int> rank{};
   std::optional<int> world_size{};
