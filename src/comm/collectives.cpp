@@ -171,6 +171,7 @@ Work reduce_scatter_by_exchange(const Call& call, const at::Tensor& to, const at
       },
       [to, received, size = call.size(), finish = std::move(finish)] {
         std::vector<const std::byte*> parts;
+        parts.reserve(static_cast<size_t>(size));
         const auto* bytes = static_cast<const std::byte*>(received.const_data_ptr());
         for (int rank = 0; rank < size; ++rank) parts.push_back(bytes + rank * to.nbytes());
         comm::add_up(static_cast<std::byte*>(to.mutable_data_ptr()), parts, to.numel(),
