@@ -86,10 +86,7 @@ at::Tensor scaled(const at::Tensor& tensor, double factor) {
 at::Tensor alias_of(const at::Tensor& local) {
   at::AutoDispatchBelowADInplaceOrView guard;
   at::Tensor alias = local.alias();
-  if (!alias.is_inference() && !local.is_inference()) {
-    torch::autograd::impl::set_version_counter(alias,
-                                               torch::autograd::impl::version_counter(local));
-  }
+  share_version(alias, local);
   return alias;
 }
 

@@ -4,7 +4,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/autograd/variable.h>
 
 namespace fsdp2::dtensor {
 namespace {
@@ -73,7 +72,7 @@ void write_back(Mirror& mirror) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   const at::Tensor& local = local_of(mirror.base);
   local.copy_(part_of(mirror.whole, *spec_of(mirror.base)));
-  if (!local.is_inference()) torch::autograd::impl::bump_version(local);
+  bump_version_of(local);
   mirror.seen = *impl_of(mirror.base)->writes;
   mirror.version = version_of(local);
 }

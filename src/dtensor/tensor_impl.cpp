@@ -102,6 +102,16 @@ void DTensorImpl::give_memory(const at::TensorOptions& options) {
   device_opt_ = local.device();
 }
 
+void bump_version_of(const at::Tensor& local) {
+  if (!local.is_inference()) torch::autograd::impl::bump_version(local);
+}
+
+void share_version(const at::Tensor& alias, const at::Tensor& local) {
+  using namespace torch::autograd::impl;
+  if (!alias.is_inference() && !local.is_inference())
+    set_version_counter(alias, version_counter(local));
+}
+
 at::Tensor wrap(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes) {
   const bool partial = spec->partial;
   auto impl = c10::make_intrusive<DTensorImpl>(std::move(local), std::move(spec), sizes);
@@ -112,10 +122,7 @@ at::Tensor wrap(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes) {
 at::Tensor wrap_alias(at::Tensor local, SpecPtr spec, c10::IntArrayRef sizes,
                       const at::Tensor& source) {
   // Writes to local parts are seen by their version, whichever alias they go through.
-  const at::Tensor& base = local_of(source);
-  if (!local.is_same(base) && !local.is_inference() && !base.is_inference()) {
-    torch::autograd::impl::set_version_counter(local, torch::autograd::impl::version_counter(base));
-  }
+  if (!local.is_same(local_of(source))) share_version(local, local_of(source));
   auto impl = c10::make_intrusive<DTensorImpl>(std::move(local), std::move(spec), sizes);
   impl->observer = impl_of(source)->observer;
   impl->mirror = impl_of(source)->mirror;
@@ -131,7 +138,7 @@ void announce_write(const at::Tensor& tensor) {
   DTensorImpl* impl = impl_of(tensor);
   if (impl->mirror) check_writable(*impl->mirror);
   // DTensors that were made around the same local part know nothing of each other.
-  if (!impl->local.is_inference()) torch::autograd::impl::bump_version(impl->local);
+  bump_version_of(impl->local);
   if (auto observer = impl->observer.lock()) observer->before_write();
   ++*impl->writes;
   if (impl->finished) impl->finished->value.reset();

@@ -51,6 +51,9 @@ inline const at::Tensor& local_of(const at::Tensor& tensor) { return impl_of(ten
 inline int64_t version_of(const at::Tensor& local) {
   return local.is_inference() ? 0 : static_cast<int64_t>(local._version());
 }
+void bump_version_of(const at::Tensor& local);
+/// From here on writes to `alias`, of `local`'s memory, change the version of both.
+void share_version(const at::Tensor& alias, const at::Tensor& local);
 inline const SpecPtr& spec_of(const at::Tensor& tensor) { return impl_of(tensor)->spec; }
 
 /// A new DTensor around `local`. Of an alias, `source` passes its write observer on.
