@@ -3,6 +3,7 @@
 #include "comm/backend_hosts.h"
 
 #include "comm/backend.h"
+#include "comm/backend_checks.h"
 #include "comm/hosts/collectives.h"
 #include "comm/hosts/queue.h"
 #include "comm/reduce.h"
@@ -32,7 +33,8 @@ class HostsBackend final : public c10d::Backend {
         queue_(std::make_shared<HostsQueue>(
             [does = collectives_](const std::string& why) { return does->break_up(why); },
             [network = network_] { network->disconnect(); })),
-        options_(std::move(options)) {}
+        options_(std::move(options)),
+        checks_("hosts", options_->group_name) {}
   ~HostsBackend() override { queue_->stop(); }
 
   const std::string getBackendName() const override { return "hosts"; }
@@ -52,8 +54,8 @@ class HostsBackend final : public c10d::Backend {
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override {
-    check_hosts_tensor(output, "all_gather");
-    check_hosts_tensor(input, "all_gather");
+    checks_.tensor(output, "all_gather");
+    checks_.tensor(input, "all_gather");
     check_sizes(output, input, "all_gather");
     return start("all_gather", input, nullptr, options.timeout, output,
                  [does = collectives_, output, input](const HostsCall& call) {
@@ -62,20 +64,18 @@ class HostsBackend final : public c10d::Backend {
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override {
-    check_hosts_tensor(output, "reduce_scatter");
-    check_hosts_tensor(input, "reduce_scatter");
+    checks_.tensor(output, "reduce_scatter");
+    checks_.tensor(input, "reduce_scatter");
     check_sizes(input, output, "reduce_scatter");
-    check_op(input, options.reduceOp);
+    checks_.reduction(input, options.reduceOp);
     return start("reduce_scatter", input, &options.reduceOp, options.timeout, output,
                  [does = collectives_, output, input, op = options.reduceOp](
                      const HostsCall& call) { does->reduce_scatter(output, input, op, call); });
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    TORCH_CHECK(tensors.size() == 1, "hosts: all_reduce takes one tensor a rank, not ",
-                tensors.size());
+    checks_.one_tensor(tensors, "all_reduce");
     const at::Tensor& tensor = tensors[0];
-    check_hosts_tensor(tensor, "all_reduce");
-    check_op(tensor, options.reduceOp);
+    checks_.reduction(tensor, options.reduceOp);
     return start("all_reduce", tensor, &options.reduceOp, options.timeout, tensor,
                  [does = collectives_, tensor, op = options.reduceOp](const HostsCall& call) {
                    does->all_reduce(tensor, op, call);
@@ -181,18 +181,8 @@ class HostsBackend final : public c10d::Backend {
     return work;
   }
 
-  void check_hosts_tensor(const at::Tensor& tensor, const char* name) const {
-    TORCH_CHECK(tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
-                    tensor.has_storage(),
-                "hosts: ", name, " in group '", options_->group_name, "' takes dense CPU tensors");
-    TORCH_CHECK(tensor.is_contiguous(tensor.suggest_memory_format()), "hosts: ", name,
-                " in group '", options_->group_name, "': a tensor of sizes ", tensor.sizes(),
-                " and strides ", tensor.strides(), " is not contiguous: pass contiguous()");
-  }
   void check_sizes(const at::Tensor& large, const at::Tensor& small, const char* name) const {
-    TORCH_CHECK(large.scalar_type() == small.scalar_type(), "hosts: ", name, " in group '",
-                options_->group_name, "': tensors of ", large.scalar_type(), " and ",
-                small.scalar_type());
+    checks_.same_type(large, small, name);
     TORCH_CHECK(large.numel() == small.numel() * size_, "hosts: ", name, " in group '",
                 options_->group_name, "': tensors of ", large.numel(), " and ", small.numel(),
                 " elements for ", size_, " ranks");
@@ -200,10 +190,6 @@ class HostsBackend final : public c10d::Backend {
   /// Of the world.
   int own_rank() const {
     return static_cast<int>(options_->global_ranks_in_group[static_cast<size_t>(rank_)]);
-  }
-  static void check_op(const at::Tensor& tensor, const c10d::ReduceOp& op) {
-    const std::string why = why_not_reducible(tensor.scalar_type(), op.op_);
-    TORCH_CHECK(why.empty(), "hosts: ", why);
   }
   static void check_tag(int tag) {
     TORCH_CHECK(tag < kFirstHostsTag, "hosts: the tag is ", tag, ": it must be below ",
@@ -215,6 +201,7 @@ class HostsBackend final : public c10d::Backend {
   const std::shared_ptr<HostsCollectives> collectives_;
   const std::shared_ptr<HostsQueue> queue_;
   const c10::intrusive_ptr<Options> options_;
+  const BackendChecks checks_;
 };
 
 /// Of the ranks of this host. ShmRefused on all ranks of the group if one of them cannot.

@@ -3,6 +3,7 @@
 #include "comm/backend_shm.h"
 
 #include "comm/backend.h"
+#include "comm/backend_checks.h"
 #include "comm/groups.h"
 #include "comm/reduce.h"
 #include "comm/shm/collectives.h"
@@ -39,6 +40,7 @@ class ShmBackend final : public c10d::Backend {
         engine_(ShmEngine::make(segment, options->timeout)),
         driver_(std::make_shared<ShmDriver>(engine_)),
         options_(std::move(options)),
+        checks_("shm", options_->group_name),
         capacity_(static_cast<int64_t>(segment->to_all(0).capacity)) {}
   ~ShmBackend() override { leave(); }
 
@@ -80,8 +82,8 @@ class ShmBackend final : public c10d::Backend {
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override {
-    check(output, "all_gather");
-    check(input, "all_gather");
+    checks_.tensor(output, "all_gather");
+    checks_.tensor(input, "all_gather");
     check_amount(bytes_of(output), bytes_of(input) * size_, "all_gather", "output");
     auto work =
         make<ShmSpread>(ShmKind::kAllGather, bytes_of(input), options.timeout, {output, input}, 1);
@@ -183,7 +185,7 @@ class ShmBackend final : public c10d::Backend {
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     const at::Tensor& tensor = single(tensors, "all_reduce");
-    check_reduction(tensor, options.reduceOp);
+    checks_.reduction(tensor, options.reduceOp);
     if (options.reduceOp == c10d::ReduceOp::PREMUL_SUM) {
       const at::AutoDispatchBelowADInplaceOrView guard;
       tensor.copy_(premultiplied(tensor, options.reduceOp));
@@ -213,7 +215,7 @@ class ShmBackend final : public c10d::Backend {
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     const at::Tensor& tensor = single(tensors, "reduce");
     const int root = check_root(options.rootRank, "reduce");
-    check_reduction(tensor, options.reduceOp);
+    checks_.reduction(tensor, options.reduceOp);
     const at::Tensor input = premultiplied(tensor, options.reduceOp);
     auto work = reduction<ShmReduceWhole>(ShmKind::kReduce, input, bytes_of(tensor),
                                           options.timeout, {tensor, input}, options.reduceOp);
@@ -225,11 +227,11 @@ class ShmBackend final : public c10d::Backend {
 
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options) override {
-    check(output, "reduce_scatter");
-    check(input, "reduce_scatter");
-    check_same_type(output, input, "reduce_scatter");
+    checks_.tensor(output, "reduce_scatter");
+    checks_.tensor(input, "reduce_scatter");
+    checks_.same_type(output, input, "reduce_scatter");
     check_amount(bytes_of(input), bytes_of(output) * size_, "reduce_scatter", "input");
-    check_reduction(input, options.reduceOp);
+    checks_.reduction(input, options.reduceOp);
     const at::Tensor from = premultiplied(input, options.reduceOp);
     auto work = reduction<ShmReduceScatter>(ShmKind::kReduceScatter, output, bytes_of(output),
                                             options.timeout, {output, from}, options.reduceOp);
@@ -244,11 +246,11 @@ class ShmBackend final : public c10d::Backend {
                          const c10d::ReduceScatterOptions& options) override {
     const at::Tensor& output = single(outputs, "reduce_scatter");
     check_list(inputs, "reduce_scatter");
-    check_reduction(output, options.reduceOp);
+    checks_.reduction(output, options.reduceOp);
     Tensors kept = {output};
     for (const at::Tensor& input : inputs[0]) {
-      check(input, "reduce_scatter");
-      check_same_type(output, input, "reduce_scatter");
+      checks_.tensor(input, "reduce_scatter");
+      checks_.same_type(output, input, "reduce_scatter");
       check_amount(bytes_of(input), bytes_of(output), "reduce_scatter", "input");
       kept.push_back(premultiplied(input, options.reduceOp));
     }
@@ -322,7 +324,7 @@ class ShmBackend final : public c10d::Backend {
 
   WorkPtr gather_into(const Tensors& outputs, const at::Tensor& input,
                       std::chrono::milliseconds timeout, Tensors kept) {
-    check(input, "all_gather");
+    checks_.tensor(input, "all_gather");
     kept.push_back(input);
     auto work = make<ShmSpread>(ShmKind::kAllGather, bytes_of(input), timeout, std::move(kept),
                                 outputs.size());
@@ -330,7 +332,7 @@ class ShmBackend final : public c10d::Backend {
     work->send = input_of(input);
     for (int rank = 0; rank < size_; ++rank) {
       const at::Tensor& output = outputs[static_cast<size_t>(rank)];
-      check(output, "all_gather");
+      checks_.tensor(output, "all_gather");
       check_amount(bytes_of(output), bytes_of(input), "all_gather", "output");
       work->receive[static_cast<size_t>(rank)] = data_of(output);
     }
@@ -354,7 +356,7 @@ class ShmBackend final : public c10d::Backend {
                     const char* name) const {
     check_count(outputs, name);
     for (size_t rank = 0; rank < outputs.size(); ++rank) {
-      check(outputs[rank], name);
+      checks_.tensor(outputs[rank], name);
       if (bytes >= 0) check_amount(bytes_of(outputs[rank]), bytes, name, "output");
       work.receive[rank] = {data_of(outputs[rank]), bytes_of(outputs[rank])};
     }
@@ -362,7 +364,7 @@ class ShmBackend final : public c10d::Backend {
   void send_list(ShmExchange& work, const Tensors& inputs, const char* name) const {
     check_count(inputs, name);
     for (size_t rank = 0; rank < inputs.size(); ++rank) {
-      check(inputs[rank], name);
+      checks_.tensor(inputs[rank], name);
       if (work.call.kind == ShmKind::kScatter)
         check_amount(bytes_of(inputs[rank]), work.call.bytes, name, "input");
       work.send[rank] = {const_cast<std::byte*>(input_of(inputs[rank])), bytes_of(inputs[rank])};
@@ -372,7 +374,7 @@ class ShmBackend final : public c10d::Backend {
   template <class Parts>
   void split(Parts& parts, const at::Tensor& tensor, const std::vector<int64_t>& splits,
              const char* what) const {
-    check(tensor, "all_to_all");
+    checks_.tensor(tensor, "all_to_all");
     const int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
     const int64_t total =
         splits.empty() ? rows : std::accumulate(splits.begin(), splits.end(), int64_t{0});
@@ -436,19 +438,8 @@ class ShmBackend final : public c10d::Backend {
     return work;
   }
 
-  void check(const at::Tensor& tensor, const char* name) const {
-    TORCH_CHECK(tensor.defined() && tensor.device().is_cpu() && tensor.layout() == at::kStrided &&
-                    tensor.has_storage(),
-                "shm: ", name, " in group '", options_->group_name,
-                "': backend 'shm' takes dense CPU tensors");
-    TORCH_CHECK(tensor.is_contiguous(tensor.suggest_memory_format()), "shm: ", name, " in group '",
-                options_->group_name, "': a tensor of sizes ", tensor.sizes(), " and strides ",
-                tensor.strides(), " is not contiguous: pass contiguous()");
-  }
   const at::Tensor& single(const Tensors& tensors, const char* name) const {
-    TORCH_CHECK(tensors.size() == 1, "shm: ", name, " takes one tensor a rank, not ",
-                tensors.size());
-    check(tensors[0], name);
+    checks_.one_tensor(tensors, name);
     return tensors[0];
   }
   void check_count(const Tensors& tensors, const char* name) const {
@@ -463,14 +454,6 @@ class ShmBackend final : public c10d::Backend {
     TORCH_CHECK(bytes == needed, "shm: ", name, " in group '", options_->group_name, "': the ",
                 what, " has ", bytes, " bytes; it needs ", needed);
   }
-  void check_same_type(const at::Tensor& a, const at::Tensor& b, const char* name) const {
-    TORCH_CHECK(a.scalar_type() == b.scalar_type(), "shm: ", name, " in group '",
-                options_->group_name, "': tensors of ", a.scalar_type(), " and ", b.scalar_type());
-  }
-  void check_reduction(const at::Tensor& tensor, const c10d::ReduceOp& op) const {
-    const std::string why = why_not_reducible(tensor.scalar_type(), op.op_);
-    TORCH_CHECK(why.empty(), "shm: ", why);
-  }
   int check_root(int64_t root, const char* name) const {
     TORCH_CHECK(root >= 0 && root < size_, "shm: ", name, ": the root is ", root, ", outside 0 to ",
                 size_ - 1);
@@ -480,6 +463,7 @@ class ShmBackend final : public c10d::Backend {
   const std::shared_ptr<ShmEngine> engine_;
   const std::shared_ptr<ShmDriver> driver_;
   const c10::intrusive_ptr<Options> options_;
+  const BackendChecks checks_;
   const int64_t capacity_;
 };
 
