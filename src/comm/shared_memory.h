@@ -23,6 +23,9 @@ std::string host_identity();
 /// Whether an identity is that of a process which may not share memory with others.
 bool is_alone(const std::string& host_identity);
 
+constexpr size_t kPageBytes = 4096;
+constexpr size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
 /// An anonymous file (memfd) that is mapped whole. Nothing of it is left when the last process that
 /// has it ends, however it ends.
 class SharedMemory {

@@ -30,15 +30,13 @@ struct alignas(64) Reducing {
   Posted slots[kSlots];
 };
 
-size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
-
 }  // namespace
 
 /// Memory for two reductions at a time, and how far each rank is.
 class SharedReductions::Slots {
  public:
   static size_t bytes(int ranks, size_t capacity) {
-    return head(ranks) + kSlots * static_cast<size_t>(ranks) * whole_pages(capacity);
+    return head(ranks) + kSlots * static_cast<size_t>(ranks) * round_up(capacity, kPageBytes);
   }
 
   Slots(std::shared_ptr<Presence> presence, std::shared_ptr<SharedMemory> memory)
@@ -99,7 +97,7 @@ class SharedReductions::Slots {
 
  private:
   static size_t head(int ranks) {
-    return whole_pages(static_cast<size_t>(ranks) * sizeof(Reducing));
+    return round_up(static_cast<size_t>(ranks) * sizeof(Reducing), kPageBytes);
   }
   Reducing& member(int rank) const { return reinterpret_cast<Reducing*>(memory_->data())[rank]; }
   std::byte* place(int rank, uint64_t number) const {

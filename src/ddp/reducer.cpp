@@ -1,11 +1,11 @@
 #include "ddp/reducer.h"
 
 #include "comm/host_presence.h"
+#include "comm/threads.h"
 #include "comm/trace_range.h"
 #include "ddp/shared_buckets.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/ivalue.h>
 
 #include <algorithm>
 
@@ -33,8 +33,7 @@ class Reducer::Means final : public c10d::CommHookInterface {
   explicit Means(std::unique_ptr<SharedBuckets> buckets) : buckets_(std::move(buckets)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    started_.push_back({bucket.getBufferRef(), c10::make_intrusive<c10::ivalue::Future>(
-                                                   c10::ListType::create(c10::TensorType::get()))});
+    started_.push_back({bucket.getBufferRef(), comm::new_tensors_future()});
     buckets_->post();
     return started_.back().future;
   }

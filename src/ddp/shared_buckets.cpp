@@ -12,9 +12,6 @@ namespace fsdp2::ddp {
 namespace {
 
 constexpr size_t kLine = 64;  // bytes; no two ranks write to one
-constexpr size_t kPage = 4096;
-
-size_t aligned(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 }  // namespace
 
@@ -29,11 +26,10 @@ SharedBuckets::SharedBuckets(const ProcessGroup& group, std::shared_ptr<comm::Pr
     : presence_(std::move(presence)), buckets_(std::move(buckets)) {
   offsets_.push_back(0);
   for (const torch::Tensor& bucket : buckets_)
-    offsets_.push_back(offsets_.back() + aligned(bucket.nbytes(), kLine));
-  offsets_.back() = aligned(offsets_.back(), kPage);
+    offsets_.push_back(offsets_.back() + comm::round_up(bucket.nbytes(), kLine));
+  offsets_.back() = comm::round_up(offsets_.back(), comm::kPageBytes);
   const auto ranks = static_cast<size_t>(presence_->size());
-  const size_t head = aligned(ranks * sizeof(Progress), kPage);
-  memory_ = comm::share_memory(group, head + ranks * offsets_.back(), "gradients of replicas");
+  memory_ = comm::share_memory(group, head() + ranks * offsets_.back(), "gradients of replicas");
   for (size_t i = 0; i < buckets_.size(); ++i) {
     std::byte* data = place(presence_->rank(), i);
     const c10::Storage& storage = buckets_[i].storage();
@@ -49,15 +45,18 @@ SharedBuckets::Progress& SharedBuckets::progress(int rank) const {
   return reinterpret_cast<Progress*>(memory_->data())[rank];
 }
 
+size_t SharedBuckets::head() const {
+  return comm::round_up(static_cast<size_t>(presence_->size()) * sizeof(Progress),
+                        comm::kPageBytes);
+}
+
 std::byte* SharedBuckets::place(int rank, size_t bucket) const {
-  const auto ranks = static_cast<size_t>(presence_->size());
-  return memory_->data() + aligned(ranks * sizeof(Progress), kPage) +
-         static_cast<size_t>(rank) * offsets_.back() + offsets_[bucket];
+  return memory_->data() + head() + static_cast<size_t>(rank) * offsets_.back() + offsets_[bucket];
 }
 
 std::pair<size_t, size_t> SharedBuckets::part(int rank, size_t bucket) const {
   const size_t bytes = buckets_[bucket].nbytes();
-  const size_t share = aligned(bytes / static_cast<size_t>(presence_->size()) + 1, kLine);
+  const size_t share = comm::round_up(bytes / static_cast<size_t>(presence_->size()) + 1, kLine);
   const size_t from = std::min(bytes, share * static_cast<size_t>(rank));
   return {from, std::min(bytes, from + share)};
 }

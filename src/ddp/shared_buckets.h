@@ -12,6 +12,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fsdp2::ddp {
@@ -37,6 +38,8 @@ class SharedBuckets {
  private:
   struct Progress;
   Progress& progress(int rank) const;
+  /// Bytes of all ranks' progress, before the buckets.
+  size_t head() const;
   std::byte* place(int rank, size_t bucket) const;
   /// Means of this rank's part of posted buckets: of all that are left, or of those that all have
   /// posted.

@@ -6,7 +6,7 @@
 namespace fsdp2::fsdp {
 namespace {
 
-constexpr int64_t kPageBytes = 4096;
+constexpr auto kPageBytes = static_cast<int64_t>(comm::kPageBytes);
 constexpr int64_t kParameterAlignment = 64;  // as the CPU allocator's
 
 /// While it lives, this rank reads the shared bytes.

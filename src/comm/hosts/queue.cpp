@@ -1,9 +1,8 @@
 #include "comm/hosts/queue.h"
 
 #include "comm/rendezvous.h"
+#include "comm/threads.h"
 #include "comm/work.h"
-
-#include <ATen/core/jit_type.h>
 
 #include <utility>
 
@@ -49,10 +48,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HostsWork::getFuture() {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     const std::lock_guard lock(mutex_);
-    if (!future_) {
-      future_ =
-          c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    }
+    if (!future_) future_ = new_tensors_future();
     future = future_;
   }
   tell();
@@ -162,12 +158,7 @@ void HostsQueue::stop() {
     changed_.notify_one();
     thread = std::move(thread_);
   }
-  if (!thread.joinable()) return;
-  if (thread.get_id() == std::this_thread::get_id()) {
-    thread.detach();  // what a future told dropped the group
-  } else {
-    thread.join();
-  }
+  let_end(std::move(thread));
 }
 
 }  // namespace fsdp2::comm

@@ -18,9 +18,6 @@ constexpr uint64_t kSlotsToAll = 4;
 constexpr size_t kBytesToAll = size_t{256} * 1024;
 constexpr uint64_t kSlotsToOne = 4;
 constexpr size_t kBytesToOne = size_t{32} * 1024;
-constexpr size_t kPage = 4096;
-
-size_t rounded_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 const char* name_of(ShmKind kind) {
   static constexpr std::array names = {"barrier",        "broadcast",  "all_gather", "gather",
@@ -53,20 +50,20 @@ struct ShmSegment::Layout {
     const auto n = static_cast<size_t>(ranks);
     const ShmRing all = {nullptr, kSlotsToAll, kBytesToAll};
     const ShmRing one = {nullptr, kSlotsToOne, kBytesToOne};
-    reads_per_rank = rounded_up(n * sizeof(std::atomic<uint64_t>), 64);
-    fate = rounded_up(Presence::bytes(ranks), 64);
-    bells = fate + kPage;
+    reads_per_rank = round_up(n * sizeof(std::atomic<uint64_t>), 64);
+    fate = round_up(Presence::bytes(ranks), 64);
+    bells = fate + kPageBytes;
     read_of_all = bells + n * sizeof(ShmBell);
     read_of_one = read_of_all + n * reads_per_rank;
-    to_all = rounded_up(read_of_one + n * reads_per_rank, kPage);
-    to_one = rounded_up(to_all + n * all.bytes(), kPage);
+    to_all = round_up(read_of_one + n * reads_per_rank, kPageBytes);
+    to_one = round_up(to_all + n * all.bytes(), kPageBytes);
     end = to_one + (ranks > 1 ? n * n * one.bytes() : 0);
   }
 };
 
 struct ShmSegment::Fate {
   std::atomic<uint32_t> state;  // 0: whole, 1: somebody writes why, 2: it is written
-  std::array<char, kPage - 64> why;
+  std::array<char, kPageBytes - 64> why;
 };
 
 ShmSegment::ShmSegment(std::shared_ptr<SharedMemory> memory, const BackendOptions& options)

@@ -1,9 +1,8 @@
 #include "comm/shm/work.h"
 
 #include "comm/shm/engine.h"
+#include "comm/threads.h"
 #include "comm/work.h"
-
-#include <ATen/core/jit_type.h>
 
 #include <condition_variable>
 #include <deque>
@@ -50,8 +49,7 @@ c10::intrusive_ptr<c10::ivalue::Future> ShmWork::getFuture() {
   {
     const std::lock_guard lock(future_mutex_);
     if (future_) return future_;
-    future_ =
-        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future_ = new_tensors_future();
   }
   const auto future = future_;
   if (over()) {
@@ -127,12 +125,7 @@ void ShmDriver::stop() {
     state_->changed.notify_one();
     thread = std::move(state_->thread);
   }
-  if (!thread.joinable()) return;
-  if (thread.get_id() == std::this_thread::get_id()) {
-    thread.detach();  // what a future told dropped the group
-  } else {
-    thread.join();
-  }
+  let_end(std::move(thread));
 }
 
 }  // namespace fsdp2::comm
