@@ -13,7 +13,7 @@ namespace fsdp2::ddp {
 namespace {
 
 // So far below zero that no number of ranks that do have the gradient lifts it up again.
-constexpr int64_t kAbandoned = -(int64_t{1} << 24);
+constexpr int64_t kAbandoned = -16'777'216;
 
 std::vector<std::vector<size_t>> buckets_of(const std::vector<torch::Tensor>& parameters,
                                             size_t first, size_t cap) {

@@ -210,6 +210,7 @@ void ParamGroup::set_post_forward_mesh(const DeviceMesh& mesh) {
   post_forward_comm_.reset();
   if (!mesh.defined()) return;
   std::vector<ParamLayout> layouts;
+  layouts.reserve(params_.size());
   for (const Param& param : params_) layouts.push_back(param.layout);
   for (ParamLayout& layout : layouts) layout.extension = nullptr;  // it is whole values that travel
   post_forward_comm_ = make_copying_comm(mesh, std::move(layouts), /*reduces=*/false);

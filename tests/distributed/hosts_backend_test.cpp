@@ -6,6 +6,7 @@
 #include "support/host_groups.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -24,11 +25,11 @@ c10::intrusive_ptr<c10d::Backend> backend() {
 }
 
 // In elements. 4096 floats are the most that an all-reduce sends whole.
-const std::vector<int64_t> kSizes = {0, 1, 7, 4096, 4097, 65'537};
+constexpr std::array<int64_t, 6> kSizes = {0, 1, 7, 4096, 4097, 65'537};
 
 /// One dtype has more.
 std::vector<int64_t> sizes_of(at::ScalarType type) {
-  std::vector<int64_t> sizes = kSizes;
+  std::vector<int64_t> sizes(kSizes.begin(), kSizes.end());
   if (type == at::kFloat) sizes.push_back(1'000'001);
   return sizes;
 }
@@ -57,7 +58,7 @@ Tensors all_brought(size_t ranks, const std::function<Tensor(int rank)>& of) {
 }
 
 class HostsBackend : public ::testing::TestWithParam<Hosts> {};
-INSTANTIATE_TEST_SUITE_P(Shapes, HostsBackend, ::testing::ValuesIn(kHostShapes));
+INSTANTIATE_TEST_SUITE_P(Shapes, HostsBackend, ::testing::ValuesIn(host_shapes()));
 
 TEST_P(HostsBackend, AllGather) {
   on_hosts(GetParam(), [](int) {

@@ -59,7 +59,7 @@ void wrap(Wide& module, const FullyShardOptions& options) {
 }
 
 class HostsTraining : public ::testing::TestWithParam<Hosts> {};
-INSTANTIATE_TEST_SUITE_P(Shapes, HostsTraining, ::testing::ValuesIn(kHostShapes));
+INSTANTIATE_TEST_SUITE_P(Shapes, HostsTraining, ::testing::ValuesIn(host_shapes()));
 
 TEST_P(HostsTraining, FullyShard) {
   on_hosts(GetParam(), [](int) {

@@ -104,6 +104,7 @@ inline void check_all_gather(c10d::Backend& backend, int64_t size, at::ScalarTyp
   using torch::Tensor;
   const int world = backend.getSize(), rank = backend.getRank();
   std::vector<Tensor> parts;
+  parts.reserve(static_cast<size_t>(world));
   for (int other = 0; other < world; ++other) parts.push_back(brought(other, size, type));
   Tensor input = parts[rank].clone();
   Tensor output = torch::full({world * size}, 9, type);

@@ -20,10 +20,11 @@ namespace fsdp2::testing {
 using Hosts = std::vector<std::string>;
 
 /// Several ranks on some host; in order, and mixed.
-inline const std::vector<Hosts> kHostShapes = {
-    {"a", "a", "b", "b"},      {"a", "a", "a", "b"},      {"a", "a", "b", "c", "c"},
-    {"a", "b", "a", "b"},      {"a", "b", "b", "a", "b"}, {"a", "b", "a"},
-    {"a", "b", "c", "b", "b"}, {"a", "b", "b", "b", "b"}};
+inline std::vector<Hosts> host_shapes() {
+  return {{"a", "a", "b", "b"},      {"a", "a", "a", "b"},      {"a", "a", "b", "c", "c"},
+          {"a", "b", "a", "b"},      {"a", "b", "b", "a", "b"}, {"a", "b", "a"},
+          {"a", "b", "c", "b", "b"}, {"a", "b", "b", "b", "b"}};
+}
 
 /// A group of the world's ranks as if they were on `hosts`. `key` is no other group's.
 inline ProcessGroup group_on(const Hosts& hosts, const std::string& backend, const std::string& key,

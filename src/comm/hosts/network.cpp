@@ -12,14 +12,14 @@ namespace fsdp2::comm {
 namespace {
 
 // As many as a tag of gloo can have.
-constexpr uint64_t kHostsTags = uint64_t{1} << 30;
+constexpr uint64_t kHostsTags = uint64_t{1} << 30U;
 
 /// FNV-1a, the same in every build.
 uint64_t digest_of(const HostsCall& call) {
   uint64_t digest = 0xcbf29ce484222325;
   for (const char c : call.what + ' ' + std::to_string(call.number))
     digest = (digest ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  return digest ^ digest >> 32;
+  return digest ^ digest >> 32U;
 }
 
 [[noreturn]] void throw_network_error(const std::string& text) {
@@ -41,7 +41,7 @@ HostsNetwork::HostsNetwork(c10::intrusive_ptr<c10d::Backend> gloo,
 // The call is in it, as gloo ends the process where a message is longer than was expected. The
 // ranks are, as gloo spreads tags over its network interfaces.
 int HostsNetwork::tag(int peer, const HostsCall& call) const {
-  const auto ranks = static_cast<uint64_t>(places_->rank + peer);
+  const auto ranks = static_cast<uint64_t>(places_->rank) + static_cast<uint64_t>(peer);
   return kFirstHostsTag + static_cast<int>((digest_of(call) + ranks) % kHostsTags);
 }
 
